@@ -1,0 +1,113 @@
+"""Who trains which strata, at which rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fedstrata.core.shape import ModelShape
+from fedstrata.core.tensors import HEAD, Stratum, stratum_order
+from fedstrata.device.fleet import Fleet
+from fedstrata.registry import Registry
+
+
+@dataclass(frozen=True)
+class ClientPlan:
+    """What one client does in one round.
+
+    Attributes:
+        client: Its id.
+        ranks: Rank of every trained stratum (≥ 1; for head and embeddings 1 means "trained"). Others are frozen.
+        reads: Ranks of further strata that stand in its forward pass without being trained ("present").
+    """
+
+    client: str
+    ranks: Mapping[Stratum, int]
+    reads: Mapping[Stratum, int] = field(default_factory=dict)
+
+    @property
+    def strata(self) -> tuple[Stratum, ...]:
+        """Trained strata, from the input to the head."""
+        return tuple(sorted((s for s, r in self.ranks.items() if r > 0), key=stratum_order))
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Trained blocks, from the input."""
+        return tuple(s for s in self.strata if isinstance(s, int))
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """All client plans of one round, in ascending client id, and why they are as they are (JSON-ready)."""
+
+    server_round: int
+    clients: tuple[ClientPlan, ...]
+    why: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """The world a planner sees.
+
+    Attributes:
+        shape: The model's sizes.
+        fleet: All registered clients and their devices.
+        cohort: Clients of this round, ascending ids.
+        server_round: From 1.
+        seed: The run's seed.
+        max_rank: Largest LoRA rank of the run.
+        strata: Strata that exist on the server besides the head (embeddings only in full-parameter tuning).
+        head: Whether the head is trained in this run.
+        answers: Clients' answers to the planner's probes, by client.
+    """
+
+    shape: ModelShape
+    fleet: Fleet
+    cohort: tuple[str, ...]
+    server_round: int
+    seed: int
+    max_rank: int
+    strata: tuple[Stratum, ...]
+    head: bool = True
+    answers: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Planner(ABC):
+    """Makes one plan per client and round. A planner is data; what it learns is its state."""
+
+    id: ClassVar[str]
+
+    @abstractmethod
+    def init(self, shape: ModelShape, fleet: Fleet) -> dict[str, Any]:
+        """The first planner state: JSON-ready, stored in the checkpoint.
+
+        Raises:
+            PlanError: If the options do not fit this model or fleet (a rank above a map's size, an unknown
+                device kind or client, more strata than blocks).
+        """
+
+    @abstractmethod
+    def server_ranks(self, shape: ModelShape, max_rank: int) -> dict[Stratum, int]:
+        """Rank of every block's adapter on the server."""
+
+    @abstractmethod
+    def plan(self, state: dict[str, Any], context: PlanContext) -> tuple[RoundPlan, dict[str, Any]]:
+        """Plans one round: a pure function of its arguments."""
+
+    @abstractmethod
+    def observe(self, state: dict[str, Any], round_record: Mapping[str, Any]) -> dict[str, Any]:
+        """Learns from a round's record."""
+
+
+def client_plan(client: str, trained: Mapping[int, int], context: PlanContext) -> ClientPlan:
+    """A plan that trains these blocks at these ranks, the head where the run trains it, and reads all other blocks."""
+    ranks: dict[Stratum, int] = {b: r for b, r in sorted(trained.items()) if r > 0}
+    if context.head:
+        ranks[HEAD] = 1
+    reads: dict[Stratum, int] = {s: context.max_rank for s in context.strata if s not in ranks}
+    return ClientPlan(client, ranks, reads)
+
+
+PLANNERS: Registry[Planner] = Registry("planner")
