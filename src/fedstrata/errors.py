@@ -48,6 +48,15 @@ class FedstrataError(Exception):
                 lines.append(f"  {label}: {text}")
         super().__init__("\n".join(lines))
 
+    @property
+    def one_line(self) -> str:
+        """The message as one sentence, for lists of mistakes."""
+        parts = [self.what.replace("\n  - ", "; ")]
+        if self.where:
+            parts.append(f"in {self.where}")
+        parts.extend(f"{label} {text}" for label, text in (("expected", self.expected), ("got", self.got)) if text)
+        return "; ".join([*parts, *([self.do] if self.do else [])])
+
 
 class ConfigError(FedstrataError):
     """The experiment file or a flag is wrong; `problems` holds every mistake that was found."""

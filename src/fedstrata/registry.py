@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -63,26 +65,61 @@ class Registry(Generic[T]):
         if not isinstance(part_id, str):
             raise ConfigError(f"A {self.choice} needs an id", where=where, do=did_you_mean("", self._parts))
         part = self[part_id]
-        hints = typing.get_type_hints(part)
-        fields = {f.name: f for f in dataclasses.fields(part) if f.init}  # type: ignore[arg-type]
-        problems, values = [], {}
-        for name, value in options.items():
-            if name not in fields:
-                problems.append(f'unknown option "{name}": {did_you_mean(name, fields)}')
-            elif fields[name].metadata.get("part"):
-                values[name] = self.build(value, where=f"{where}.{name}")
-            else:
-                try:
-                    values[name] = TypeAdapter(hints[name]).validate_python(value)
-                except ValidationError as error:
-                    problems.append(f"{name} = {value!r}: {error.errors()[0]['msg']}")
-        for name, f in fields.items():
-            no_default = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-            if no_default and name not in options:
-                problems.append(f'option "{name}" is needed')
+        parts = {f.name for f in dataclasses.fields(part) if f.metadata.get("part")}  # type: ignore[arg-type]
+        nested = {name: self.build(options.pop(name), where=f"{where}.{name}") for name in parts & options.keys()}
+        values, problems = check_options(part, options, given=nested)
         if problems:
             raise ConfigError(f'{self.choice} "{part_id}" has wrong options', problems=problems, where=where)
-        return part(**values)
+        return part(**values, **nested)
+
+
+def check_options(
+    make: Callable[..., Any], options: Mapping[str, Any], *, given: Collection[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Compares options with the arguments of the callable that takes them.
+
+    Args:
+        make: A dataclass or a function with annotated arguments.
+        options: What the user wrote.
+        given: Arguments that are already there.
+
+    Returns:
+        The converted values, and one message per mistake.
+    """
+    known = _arguments(make)
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, value in options.items():
+        if name not in known:
+            problems.append(f'unknown option "{name}": {did_you_mean(name, known)}')
+            continue
+        try:
+            values[name] = known[name].adapter.validate_python(value)
+        except ValidationError as error:
+            problems.append(f"{name} = {value!r}: {error.errors()[0]['msg']}")
+    for name, argument in known.items():
+        if argument.needed and name not in options and name not in given:
+            problems.append(f'option "{name}" is needed')
+    return values, problems
+
+
+@dataclasses.dataclass(frozen=True)
+class _Argument:
+    adapter: TypeAdapter[Any]
+    needed: bool
+
+
+@cache
+def _arguments(make: Callable[..., Any]) -> dict[str, _Argument]:
+    """The arguments of a dataclass or function; nested parts take anything, they are built on their own."""
+    hints = typing.get_type_hints(make)
+    nested = {f.name for f in dataclasses.fields(make) if f.metadata.get("part")} if isinstance(make, type) else set()
+    return {
+        name: _Argument(
+            TypeAdapter(Any if name in nested else hints.get(name, Any)), parameter.default is inspect.Parameter.empty
+        )
+        for name, parameter in inspect.signature(make).parameters.items()
+    }
 
 
 def to_config(part: Any) -> dict[str, Any]:
