@@ -9,7 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from fedstrata.core.tensors import Layout, NamedTensors
-from fedstrata.core.wire import Payload
+from fedstrata.core.wire import MAX_CODEC_ID_BYTES, Payload
+from fedstrata.errors import ConfigError
 from fedstrata.registry import Registry
 
 
@@ -20,7 +21,7 @@ class Codec(ABC):
     and the layout; what it returns is what the server aggregates.
 
     Attributes:
-        id: Name in configs and, up to 16 ASCII characters, in the frame.
+        id: Name in configs and in the frame; at most 16 ASCII characters.
     """
 
     id: ClassVar[str]
@@ -80,3 +81,21 @@ class Codec(ABC):
 
 
 CODECS: Registry[Codec] = Registry("codec")
+
+
+def wire_id(codec: Codec) -> str:
+    """The codec id of a frame: the id of the outermost part.
+
+    Both sides know the whole codec with its options from the plan; the id in the frame only catches a payload
+    of another codec before its sections are read.
+
+    Raises:
+        ConfigError: If the id does not fit the frame's field.
+    """
+    if not (codec.id.isascii() and 0 < len(codec.id) <= MAX_CODEC_ID_BYTES):
+        raise ConfigError(
+            f'The codec id "{codec.id}" does not fit the frame',
+            expected=f"1 to {MAX_CODEC_ID_BYTES} ASCII characters",
+            got=f"{len(codec.id)} characters",
+        )
+    return codec.id

@@ -21,10 +21,12 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
 
 from fedstrata.errors import PayloadError
 
@@ -32,6 +34,8 @@ MAGIC = b"FSTR"
 VERSION = 1
 TASK, REPLY, CLIENT_STATE = 1, 2, 3
 MAX_HEADER_BYTES = 4 << 20
+MAX_CODEC_ID_BYTES = 16
+_LARGE = 1 << 20
 _PRELUDE = struct.Struct("<4sBBH16sQIQIQI")
 _CRC = struct.Struct("<I")
 PRELUDE_BYTES = _PRELUDE.size + _CRC.size
@@ -95,31 +99,53 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
-def pack_frame(kind: int, codec_id: str, header: Mapping[str, Any], payload: Payload) -> bytes:
+def pack_frame(kind: int, codec_id: str, header: Mapping[str, Any], payload: Payload) -> Bytes:
     """Writes one frame.
 
     Raises:
-        PayloadError: If the codec id is longer than 16 ASCII characters or the header above 4 MiB.
+        PayloadError: If the codec id is longer than 16 characters or not ASCII, or the header above 4 MiB.
     """
-    raw_id = codec_id.encode("ascii", "replace")
     head = canonical_json(header)
-    if len(raw_id) > 16 or len(head) > MAX_HEADER_BYTES:
+    if not codec_id.isascii() or len(codec_id) > MAX_CODEC_ID_BYTES or len(head) > MAX_HEADER_BYTES:
         raise PayloadError(
-            "This frame cannot be written", expected="a codec id of at most 16 bytes and a header of at most 4 MiB",
-            got=f"{len(raw_id)} and {len(head)} bytes",
-        )  # fmt: skip
+            "This frame cannot be written",
+            expected=f"a codec id of at most {MAX_CODEC_ID_BYTES} ASCII characters and a header of at most 4 MiB",
+            got=f'codec id "{codec_id}", {len(head)} bytes of header',
+        )
     side_crc, values_crc = payload.crc
     prelude = _PRELUDE.pack(
-        MAGIC, VERSION, kind, 3, raw_id, len(head), zlib.crc32(head),
+        MAGIC, VERSION, kind, 3, codec_id.encode("ascii"), len(head), zlib.crc32(head),
         len(payload.side), side_crc, len(payload.values), values_crc,
     )  # fmt: skip
-    return b"".join((prelude, _CRC.pack(zlib.crc32(prelude)), head, payload.side, payload.values))
+    return _joined((prelude, _CRC.pack(zlib.crc32(prelude)), head, payload.side, payload.values))
+
+
+def _joined(parts: Sequence[Bytes]) -> Bytes:
+    """One buffer of all parts: bytes, or for a large frame a read-only view of a numpy buffer.
+
+    numpy asks for huge pages; a large bytes object pays a page fault every 4 KiB, four times the copy itself.
+    """
+    total = sum(map(len, parts))
+    if total < _LARGE:
+        return b"".join(parts)
+    view = np.empty(total, np.uint8).data
+    offset = 0
+    for part in parts:
+        view[offset : offset + len(part)] = part
+        offset += len(part)
+    return view.toreadonly()
 
 
 def frame_sections(data: Bytes) -> SectionBytes:
     """The section sizes that a frame states, for the ledger; the frame is one that we packed or checked."""
     fields = _PRELUDE.unpack_from(data)
     return SectionBytes(PRELUDE_BYTES + fields[5], fields[7], fields[9])
+
+
+def peek_header(data: Bytes) -> dict[str, Any]:
+    """The header of a frame that we packed ourselves, without reading the sections behind it."""
+    header: dict[str, Any] = json.loads(str(memoryview(data)[PRELUDE_BYTES : frame_sections(data).header], "utf-8"))
+    return header
 
 
 def unpack_frame(data: Bytes, kind: int, *, where: str = "payload") -> Frame:
@@ -164,12 +190,24 @@ def unpack_frame(data: Bytes, kind: int, *, where: str = "payload") -> Frame:
     ):
         if zlib.crc32(section) != crc:
             bad(f"The frame's {name} section is damaged", "a matching CRC-32")
-    try:
-        codec_id = raw_id.rstrip(b"\0").decode("ascii")
-        header = json.loads(bytes(head), parse_constant=lambda text: bad("The header holds", "a finite number", text))
-    except (ValueError, RecursionError) as error:
-        bad("The frame's header is not JSON", got=type(error).__name__)
+    raw_id = raw_id.rstrip(b"\0")
+    if not raw_id.isascii() or b"\0" in raw_id:
+        bad("The frame's codec id is not ASCII, padded with NUL", got=repr(raw_id))
+    codec_id = raw_id.decode("ascii")
+    header = _read_header(head, bad)
     if not isinstance(header, dict):
         bad("The frame's header is not a JSON object", got=type(header).__name__)
     sections = SectionBytes(PRELUDE_BYTES + n_head, n_side, n_values)
     return Frame(got_kind, codec_id, header, Payload(side, values), sections)
+
+
+def _read_header(head: Bytes, bad: Callable[..., NoReturn]) -> Any:
+    """Parses a header: UTF-8, finite numbers and nothing that could not be written again as JSON."""
+    try:
+        header = json.loads(
+            str(head, "utf-8"), parse_constant=lambda text: bad("The header holds", "a finite number", text)
+        )
+        canonical_json(header)
+    except (ValueError, RecursionError) as error:
+        bad("The frame's header is not JSON", "UTF-8 with finite numbers, not nested deeply", type(error).__name__)
+    return header
