@@ -101,9 +101,9 @@ class Planner(ABC):
         """Learns from a round's record."""
 
 
-def client_plan(client: str, trained: Mapping[int, int], context: PlanContext) -> ClientPlan:
-    """A plan that trains these blocks at these ranks, the head where the run trains it, and reads all other blocks."""
-    ranks: dict[Stratum, int] = {b: r for b, r in sorted(trained.items()) if r > 0}
+def client_plan(client: str, trained: Mapping[Stratum, int], context: PlanContext) -> ClientPlan:
+    """A plan that trains these strata at these ranks, the head where the run trains it, and reads all others."""
+    ranks: dict[Stratum, int] = {s: trained[s] for s in sorted(trained, key=stratum_order) if trained[s] > 0}
     if context.head:
         ranks[HEAD] = 1
     reads: dict[Stratum, int] = {s: context.max_rank for s in context.strata if s not in ranks}

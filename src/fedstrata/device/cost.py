@@ -1,0 +1,114 @@
+"""What a plan costs a device: operations and seconds, estimated from sizes alone and not calibrated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedstrata.core.shape import AdapterKind, ModelShape
+from fedstrata.core.tensors import EMBEDDINGS, HEAD, Stratum, stratum_order
+from fedstrata.device.fleet import DeviceProfile
+
+
+@dataclass(frozen=True)
+class RoundTime:
+    """Seconds of one client in one round; the three parts do not overlap."""
+
+    download_s: float
+    compute_s: float
+    upload_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Their sum."""
+        return self.download_s + self.compute_s + self.upload_s
+
+
+def predict_client_seconds(
+    profile: DeviceProfile,
+    shape: ModelShape,
+    plan_strata: Mapping[Stratum, int],
+    tokens_per_step: int,
+    steps: int,
+    down_bytes: int,
+    up_bytes: int,
+    *,
+    adapter: AdapterKind = "lora",
+) -> RoundTime:
+    """Predicts how long one client needs for one round, download, compute and upload one after the other.
+
+        t = down_bytes / down_rate + steps · flop_per_step / rate + up_bytes / up_rate
+
+    with `count_flop_per_step`. It is an estimate from the profile's rates: no measurement of this model on this
+    device goes into it.
+
+    Args:
+        profile: The client's rates.
+        shape: The model's sizes.
+        plan_strata: Trained strata and their ranks; rank 0 means frozen.
+        tokens_per_step: Batch size times padded length.
+        steps: Local steps.
+        down_bytes: Length of the task.
+        up_bytes: Length of the reply.
+        adapter: Whether the strata's LoRA pairs are trained, or their own parameters.
+    """
+    flop = steps * count_flop_per_step(shape, plan_strata, tokens_per_step, adapter=adapter)
+    return RoundTime(
+        download_s=down_bytes / profile.down_bytes_per_s,
+        compute_s=flop / profile.flop_per_s,
+        upload_s=up_bytes / profile.up_bytes_per_s,
+    )
+
+
+def count_flop_per_step(
+    shape: ModelShape, plan_strata: Mapping[Stratum, int], tokens_per_step: int, *, adapter: AdapterKind = "lora"
+) -> int:
+    """Operations of one training step.
+
+    With T tokens, P_b parameters in block b, P_h in the head, m the lowest trained stratum, and N_b = Σ r·(in + out)
+    LoRA parameters of a trained block at rank r:
+
+        forward           2·T·(Σ_b P_b + P_h + Σ_trained N_b)
+        activation grads  2·T·(Σ_{b ≥ m} P_b + P_h + Σ_trained N_b), nothing if nothing is trained
+        weight grads      2·T·(parameters that are trained)
+
+    The last line counts N_b and the head's parameters with LoRA, and all parameters of the trained strata in
+    full-parameter tuning (where there is no N_b). Left out: attention scores (quadratic in length), norms and
+    activations, embedding look-ups, adapters that are present but frozen, and that most heads see one token per text
+    only.
+
+    Args:
+        shape: The model's sizes.
+        plan_strata: Trained strata and their ranks; rank 0 means frozen.
+        tokens_per_step: T.
+        adapter: What is trained.
+    """
+    trained = [s for s, rank in plan_strata.items() if rank > 0]
+    passed = {s: n for s, n in _stratum_sizes(shape).items() if s != EMBEDDINGS}
+    own = _lora_sizes(shape, plan_strata) if adapter == "lora" else {s: _stratum_sizes(shape)[s] for s in trained}
+    added = sum(n for s, n in own.items() if s != HEAD) if adapter == "lora" else 0
+    forward = sum(passed.values()) + added
+    backward = 0
+    if trained:
+        lowest = min(stratum_order(s) for s in trained)
+        backward = sum(n for s, n in passed.items() if stratum_order(s) >= lowest) + added
+    return 2 * tokens_per_step * (forward + backward + sum(own.values()))
+
+
+def _stratum_sizes(shape: ModelShape) -> Counter[Stratum]:
+    """Parameters per stratum."""
+    sizes: Counter[Stratum] = Counter()
+    for spec in shape.parameters:
+        sizes[spec.stratum] += spec.num_values
+    return sizes
+
+
+def _lora_sizes(shape: ModelShape, ranks: Mapping[Stratum, int]) -> Counter[Stratum]:
+    """Trained parameters per stratum with LoRA."""
+    sizes: Counter[Stratum] = Counter()
+    for target in shape.targets:
+        sizes[target.block] += ranks.get(target.block, 0) * (target.in_features + target.out_features)
+    if ranks.get(HEAD, 0) > 0:
+        sizes[HEAD] = sum(spec.num_values for spec in shape.head)
+    return sizes

@@ -1,0 +1,104 @@
+"""What all planners share: their mistakes in one error, and plans at one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from fedstrata.core.shape import ModelShape
+from fedstrata.core.tensors import Stratum
+from fedstrata.device.fleet import Fleet
+from fedstrata.errors import PlanError, did_you_mean
+from fedstrata.plan.base import PlanContext, RoundPlan, client_plan
+
+_SHOWN = 5
+
+
+def refuse(planner: str, problems: Iterable[str]) -> None:
+    """Raises one `PlanError` with all mistakes, if there are any."""
+    found = list(problems)
+    if found:
+        raise PlanError("\n".join([f'The plan "{planner}" cannot be carried out', *(f"  - {p}" for p in found)]))
+
+
+def count_problems(name: str, count: int, shape: ModelShape) -> list[str]:
+    """What is wrong with a number of blocks; 0 trains the head only."""
+    if count < 0:
+        return [f"{name} = {count}: a number of blocks is 0 or more"]
+    if count > shape.num_blocks:
+        return [f"{name} = {count}, but the model has {shape.num_blocks} blocks"]
+    return []
+
+
+def kind_problems(name: str, table: Mapping[str, int], shape: ModelShape, fleet: Fleet) -> list[str]:
+    """What is wrong with a table of device kinds and numbers of blocks."""
+    problems = [
+        f'{name} names the device kind "{kind}", which no client has: {did_you_mean(kind, fleet.kinds)}'
+        for kind in table
+        if kind not in fleet.kinds
+    ]
+    problems += [f'{name} says nothing about the device kind "{kind}"' for kind in fleet.kinds if kind not in table]
+    for kind, count in table.items():
+        problems += count_problems(f'{name}["{kind}"]', count, shape)
+    return problems
+
+
+def uniform_server_ranks(shape: ModelShape, max_rank: int) -> dict[Stratum, int]:
+    """The same rank in every block.
+
+    Raises:
+        PlanError: If the rank is below 1, or above min(in, out) of a map that carries a pair.
+    """
+    if max_rank < 1:
+        raise PlanError("The largest rank is too small", where="adapter.max_rank", expected="1 or more")
+    small = {t.name: min(t.in_features, t.out_features) for t in shape.targets}
+    small = {name: size for name, size in small.items() if size < max_rank}
+    if small:
+        shown = ", ".join(f"{name} ({size})" for name, size in list(small.items())[:_SHOWN])
+        more = f" and {len(small) - _SHOWN} more" if len(small) > _SHOWN else ""
+        raise PlanError(
+            f"Rank {max_rank} is larger than some of the maps that it should adapt",
+            where="adapter.max_rank",
+            expected=f"at most {min(small.values())}, the smaller side of the smallest map",
+            got=shown + more,
+            do="lower adapter.max_rank, or leave these maps out of adapter.targets",
+        )
+    return dict.fromkeys(shape.blocks, max_rank)
+
+
+def trainable_blocks(context: PlanContext) -> list[int]:
+    """Blocks that have something to train, from the input."""
+    return sorted(s for s in context.strata if isinstance(s, int))
+
+
+def enough_blocks(count: int, client: str, context: PlanContext) -> list[int]:
+    """The trainable blocks, if there are at least `count`.
+
+    Raises:
+        PlanError: If there are fewer; the model may have blocks without an adapted map.
+    """
+    blocks = trainable_blocks(context)
+    if count > len(blocks):
+        raise PlanError(
+            f"Client {client} should train {count} blocks, but only {len(blocks)} can be trained",
+            got=f"blocks {blocks}",
+            do="adapter.targets decides which blocks carry adapters",
+        )
+    return blocks
+
+
+def plan_each(
+    context: PlanContext, choose: Callable[[str], Sequence[Stratum]], why: Mapping[str, Any] | None = None
+) -> RoundPlan:
+    """One plan per client of the cohort, in ascending id, every block at the run's largest rank.
+
+    Args:
+        context: The world.
+        choose: The strata that a client trains besides the head; must depend on nothing but the client.
+        why: For the record.
+    """
+    plans = []
+    for client in sorted(context.cohort):
+        trained: dict[Stratum, int] = {s: context.max_rank if isinstance(s, int) else 1 for s in choose(client)}
+        plans.append(client_plan(client, trained, context))
+    return RoundPlan(context.server_round, tuple(plans), why or {})

@@ -1,0 +1,52 @@
+"""A suffix of blocks whose depth is given per device kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fedstrata.core.shape import ModelShape
+from fedstrata.core.tensors import Stratum
+from fedstrata.device.fleet import Fleet
+from fedstrata.plan.base import PLANNERS, PlanContext, Planner, RoundPlan
+from fedstrata.plan.blocks import suffix
+from fedstrata.plan.checks import kind_problems, plan_each, refuse, uniform_server_ranks
+
+
+@PLANNERS.register
+@dataclass(frozen=True)
+class SuffixByDevice(Planner):
+    """Each client trains the last `depth[kind]` blocks, counted from the output.
+
+    Adapters below stay in its forward pass, frozen.
+
+    Args:
+        depth: Number of blocks per device kind, 0 (the head only) to L; exactly the kinds of the fleet.
+    """
+
+    id: ClassVar[str] = "suffix_by_device"
+    depth: dict[str, int]
+
+    def init(self, shape: ModelShape, fleet: Fleet) -> dict[str, Any]:
+        """No state.
+
+        Raises:
+            PlanError: If a kind is unknown or left out, or the model has fewer blocks; all mistakes at once.
+        """
+        refuse(self.id, kind_problems("depth", self.depth, shape, fleet))
+        return {}
+
+    def server_ranks(self, shape: ModelShape, max_rank: int) -> dict[Stratum, int]:
+        """The largest rank in every block."""
+        return uniform_server_ranks(shape, max_rank)
+
+    def plan(self, state: dict[str, Any], context: PlanContext) -> tuple[RoundPlan, dict[str, Any]]:
+        """Depth by the client's device."""
+        kinds = {client: context.fleet[client].device.name for client in context.cohort}
+        why = {"rule": self.id, "depth": {kind: self.depth[kind] for kind in sorted(set(kinds.values()))}}
+        return plan_each(context, lambda client: suffix(self.depth[kinds[client]], client, context), why), state
+
+    def observe(self, state: dict[str, Any], round_record: Mapping[str, Any]) -> dict[str, Any]:
+        """Learns nothing."""
+        return state
