@@ -1,0 +1,1 @@
+"""The server's side of a round, step by step; `fedstrata.round` strings the steps together."""

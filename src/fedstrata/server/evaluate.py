@@ -1,0 +1,87 @@
+"""Evaluation on clients: sums and counts come back, never examples, and their bytes are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fedstrata.core.tensors import HEAD, Stratum
+from fedstrata.core.wire import REPLY, Bytes, SectionBytes, frame_sections, unpack_frame
+from fedstrata.errors import PayloadError
+from fedstrata.message import Task, pack_task, rank_keys, reply_header
+from fedstrata.plan.base import ClientPlan
+from fedstrata.record.checkpoint import ServerState
+from fedstrata.record.failure import ClientFailure
+from fedstrata.server.setup import Engine, RoundSetup
+from fedstrata.server.tasks import Downlink, make_task
+
+Split = Literal["client_validation", "server_validation", "test"]
+
+
+@dataclass(frozen=True)
+class ClientScores:
+    """What clients answered.
+
+    Attributes:
+        sums: Per client: number of examples, sum of losses, number of correct answers.
+        downlink: Bytes of the tasks.
+        uplink: Bytes of the replies.
+        failures: Clients without a usable answer.
+    """
+
+    sums: dict[str, dict[str, float]]
+    downlink: SectionBytes
+    uplink: SectionBytes
+    failures: tuple[ClientFailure, ...]
+
+
+def evaluate_on_clients(
+    setup: RoundSetup, state: ServerState, engine: Engine, split: Split, clients: Iterable[str]
+) -> ClientScores:
+    """Lets clients evaluate the current model, with the parts that are their own."""
+    downlink = Downlink(setup, state.tensors)
+    sent: dict[str, SectionBytes] = {}
+
+    def tasks() -> Iterator[tuple[str, int, Bytes]]:
+        for client in sorted(clients):
+            task = evaluation_task(setup, state, client, split)
+            data = pack_task(task, setup.downlink, downlink.payload(task.layouts(setup.layout).down))
+            sent[client] = frame_sections(data)
+            yield client, task.accepted_round, data
+
+    sums, failures, up = {}, [], SectionBytes()
+    for client, answer in engine.run(tasks()):
+        if isinstance(answer, ClientFailure):
+            failures.append(answer)
+            continue
+        try:
+            frame = unpack_frame(answer, REPLY, where=f"evaluation of client {client}")
+            reply = reply_header(frame, where=f"evaluation of client {client}")
+        except PayloadError as error:
+            failures.append(ClientFailure(client, state.server_round, "bad reply", str(error)))
+            continue
+        up += frame.sections
+        sums[client] = {"num_examples": reply.num_examples, "loss_sum": reply.loss, "num_correct": reply.num_correct}
+    down = SectionBytes()
+    for section in sent.values():
+        down += section
+    return ClientScores(sums, down, up, tuple(failures))
+
+
+def evaluation_task(setup: RoundSetup, state: ServerState, client: str, split: Split) -> Task:
+    """A task that trains nothing and evaluates the whole model."""
+    everything: dict[Stratum, int] = {s: r for s, r in setup.server_ranks.items() if s != HEAD}
+    task = make_task(setup, state, ClientPlan(client, {}, everything))
+    if setup.method.topology == "alone":
+        task = replace(task, reads=rank_keys(setup.server_ranks))
+    sent = [s for s in task.reads if s not in task.local]
+    return replace(
+        task,
+        job="evaluate",
+        server_round=max(state.server_round, 1),
+        sent=sent,
+        keep_downlink=False,
+        split=split,
+        uplink={"id": "float32"},
+    )

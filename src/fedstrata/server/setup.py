@@ -1,0 +1,91 @@
+"""What stays the same in all rounds of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+from fedstrata.codec.base import Codec
+from fedstrata.core.shape import AdapterKind, ModelShape
+from fedstrata.core.tensors import HEAD, Layout, Stratum
+from fedstrata.core.wire import Bytes
+from fedstrata.device.fleet import Client, Fleet
+from fedstrata.method.base import Method
+from fedstrata.record.failure import ClientFailure
+
+POOLED_CLIENT = "central"
+
+
+class Engine(Protocol):
+    """How clients are executed."""
+
+    def run(self, tasks: Iterable[tuple[str, int, Bytes]]) -> Iterator[tuple[str, Bytes | ClientFailure]]:
+        """Takes `(client, accepted round, task)` in ascending client id; yields replies in the same order."""
+
+
+@dataclass(frozen=True)
+class RoundSetup:
+    """What stays the same in all rounds of a run.
+
+    Attributes:
+        method: The five choices.
+        shape: Sizes of the model.
+        fleet: Registered clients.
+        layout: The server's tensors.
+        scaling: LoRA scaling per target, one for server and clients.
+        seed: The run's seed.
+        num_rounds: R.
+        clients_per_round: Cohort size; None invites everyone.
+        min_replies: Fewest good replies that make a round.
+        train: Options of local training.
+        max_length: Longest input, for the cost estimate.
+        downlink: Codec of the downlink.
+        partial_downlink: Whether strata that a client holds in the current version are left out.
+        head: What happens to the head.
+        threads: CPU threads of a client.
+        exactness_values: Memory for the exactness error, in numbers; 0 switches it off.
+    """
+
+    method: Method
+    shape: ModelShape
+    fleet: Fleet
+    layout: Layout
+    scaling: Mapping[str, float]
+    seed: int
+    num_rounds: int
+    clients_per_round: int | None
+    min_replies: int
+    train: Mapping[str, Any]
+    max_length: int
+    downlink: Codec
+    partial_downlink: bool = False
+    head: Literal["aggregate", "local", "frozen"] = "aggregate"
+    threads: int = 1
+    exactness_values: int = 1 << 26
+
+    @cached_property
+    def adapter(self) -> AdapterKind:
+        """Whether clients train LoRA pairs or whole parameters."""
+        return "lora" if self.layout.targets else "full"
+
+    @cached_property
+    def workers(self) -> Fleet:
+        """Who really trains: the fleet, or the one client that holds everybody's data (on the fastest device)."""
+        if self.method.topology != "pooled":
+            return self.fleet
+        fastest = max((c.device for c in self.fleet.clients), key=lambda d: d.flop_per_s)
+        return Fleet((Client(POOLED_CLIENT, fastest, sum(c.num_examples for c in self.fleet.clients)),))
+
+    @cached_property
+    def server_ranks(self) -> dict[Stratum, int]:
+        """Largest rank per stratum; 1 for strata of plain weights."""
+        return {s: max(x.rank for x in self.layout.of(s)) or 1 for s in self.layout.strata}
+
+    @cached_property
+    def local_strata(self) -> frozenset[Stratum]:
+        """Strata that never leave a client."""
+        if self.method.topology == "alone":
+            return frozenset(self.layout.strata)
+        return frozenset({HEAD}) if self.head == "local" and HEAD in self.layout.strata else frozenset()

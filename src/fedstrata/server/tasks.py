@@ -1,0 +1,140 @@
+"""From a state to tasks: who takes part, what each client does, and the bytes that tell it so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fedstrata.core.rng import generator
+from fedstrata.core.tensors import HEAD, Layout, NamedTensors, leading_slice, slice_tensors, stratum_order
+from fedstrata.core.wire import Payload
+from fedstrata.message import Task, rank_keys
+from fedstrata.plan.base import ClientPlan, PlanContext, RoundPlan
+from fedstrata.plan.cohort import check_round_plan, draw_cohort
+from fedstrata.record.checkpoint import ServerState
+from fedstrata.registry import to_config
+from fedstrata.server.setup import POOLED_CLIENT, RoundSetup
+
+
+def plan_round(setup: RoundSetup, state: ServerState) -> tuple[RoundPlan, Mapping[str, Any]]:
+    """Draws the cohort and asks the planner. Pure.
+
+    Raises:
+        PlanError: If nobody would train anything, or a plan does not fit the model.
+    """
+    server_round = state.server_round + 1
+    context = plan_context(setup, cohort_of(setup, server_round), server_round)
+    plan, planner_state = setup.method.planner.plan(dict(state.planner), context)
+    check_round_plan(plan, context)
+    return plan, planner_state
+
+
+def cohort_of(setup: RoundSetup, server_round: int) -> tuple[str, ...]:
+    """Who takes part in this round; with pooled data always the one client that holds them."""
+    if setup.method.topology == "pooled":
+        return (POOLED_CLIENT,)
+    return draw_cohort(setup.seed, server_round, setup.fleet.ids, setup.clients_per_round)
+
+
+def plan_context(setup: RoundSetup, cohort: tuple[str, ...], server_round: int) -> PlanContext:
+    """What the planner may see."""
+    return PlanContext(
+        shape=setup.shape,
+        fleet=setup.workers,
+        cohort=cohort,
+        server_round=server_round,
+        seed=setup.seed,
+        max_rank=max((s.rank for s in setup.layout), default=0) or 1,
+        strata=tuple(s for s in setup.layout.strata if s != HEAD),
+        head=setup.head != "frozen" and HEAD in setup.layout.strata,
+    )
+
+
+def make_task(setup: RoundSetup, state: ServerState, plan: ClientPlan) -> Task:
+    """The header of one client's task.
+
+    An adapter that nobody has ever trained is exactly zero (B = 0), so a plan that only reads it does without it.
+    """
+    ranks = {s: r for s, r in plan.ranks.items() if r > 0}
+    reads = {
+        s: min(r, setup.server_ranks[s])
+        for s, r in plan.reads.items()
+        if s not in ranks and s in setup.server_ranks and state.versions.get(str(s), 0) > 0
+    }
+    if HEAD in setup.server_ranks and HEAD not in ranks:
+        reads[HEAD] = 1
+    present = ranks | reads
+    shared = {s: present[s] for s in sorted(present, key=stratum_order) if s not in setup.local_strata}
+    versions = {str(s): state.versions.get(str(s), 0) for s in shared}
+    known = state.acknowledged.get(plan.client, {}) if setup.partial_downlink else {}
+    sent = [str(s) for s, r in shared.items() if list(known.get(str(s), ())) != [versions[str(s)], r]]
+    train = dict(setup.train)
+    if setup.method.topology == "pooled":
+        train |= {"local_steps": _pooled_steps(setup, state.server_round + 1), "local_epochs": None}
+    return Task(
+        job="train",
+        client=plan.client,
+        server_round=state.server_round + 1,
+        seed=setup.seed,
+        ranks=rank_keys(ranks),
+        reads=rank_keys(reads),
+        local=[str(s) for s in sorted(setup.local_strata, key=stratum_order)],
+        sent=sent,
+        versions=versions,
+        accepted_round=state.accepted.get(plan.client, 0),
+        learning_rate=learning_rate(setup, state.server_round + 1),
+        train=train,
+        objective=to_config(setup.method.objective),
+        uplink=to_config(setup.method.codec),
+        downlink=to_config(setup.downlink),
+        send=setup.method.send,
+        keep_downlink=setup.partial_downlink,
+        threads=setup.threads,
+    )
+
+
+def learning_rate(setup: RoundSetup, server_round: int) -> float:
+    """lr_t = lr, or lr·½(1 + cos π(t − 1)/R) with `schedule = "cosine"`."""
+    rate = float(setup.train["learning_rate"])
+    if setup.train["schedule"] == "cosine":
+        rate *= 0.5 * (1 + math.cos(math.pi * (server_round - 1) / setup.num_rounds))
+    return rate
+
+
+def local_steps(train: Mapping[str, Any], num_examples: int) -> int:
+    """Optimizer steps of a client: as set, or epochs times batches."""
+    if train.get("local_epochs"):
+        return int(train["local_epochs"]) * math.ceil(num_examples / int(train["batch_size"]))
+    return int(train["local_steps"])
+
+
+def _pooled_steps(setup: RoundSetup, server_round: int) -> int:
+    """The steps of the cohort that a federated run would draw in this round, one after the other."""
+    members = draw_cohort(setup.seed, server_round, setup.fleet.ids, setup.clients_per_round)
+    return sum(local_steps(setup.train, setup.fleet[c].num_examples) for c in members)
+
+
+class Downlink:
+    """Encodes the server's tensors once per distinct set of strata and ranks, not once per client."""
+
+    _KEPT = 4
+
+    def __init__(self, setup: RoundSetup, tensors: NamedTensors) -> None:
+        self._setup, self._tensors = setup, tensors
+        self._payloads: dict[Layout, Payload] = {}
+
+    def payload(self, layout: Layout) -> Payload:
+        """The encoded tensors of a layout."""
+        if layout not in self._payloads:
+            if len(self._payloads) >= self._KEPT:
+                self._payloads.pop(next(iter(self._payloads)))
+            tensors = slice_tensors(self._tensors, layout)
+            self._payloads[layout] = self._setup.downlink.encode(tensors, layout, {}, generator(0, "downlink"))[0]
+        return self._payloads[layout]
+
+    def start(self, layout: Layout) -> NamedTensors:
+        """What a client has after decoding everything that it was ever sent for this layout."""
+        if self._setup.downlink.lossless:
+            return {s.name: leading_slice(self._tensors[s.name], s.shape) for s in layout}
+        return self._setup.downlink.decode(self.payload(layout), layout)
