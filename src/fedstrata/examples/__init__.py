@@ -1,0 +1,1 @@
+"""Ready experiments, installed with the package."""

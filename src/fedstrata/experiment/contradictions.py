@@ -1,0 +1,72 @@
+"""Keys that cannot be true together; each is an error, never silently ignored."""
+
+from __future__ import annotations
+
+from fedstrata.errors import ConfigError
+from fedstrata.experiment.methods import build_downlink, build_method
+from fedstrata.experiment.spec import ExperimentSpec
+
+_PARTITION_KEYS = {
+    "alpha": {"dirichlet", "quantity"},
+    "shards_per_client": {"shards"},
+    "column": {"natural"},
+}
+
+
+def find_contradictions(spec: ExperimentSpec) -> list[str]:
+    """Every contradiction within one spec, each in one sentence with its place."""
+    problems: list[str] = []
+    train, rounds, adapter = spec.train, spec.rounds, spec.adapter
+    if train.local_steps is not None and train.local_epochs is not None:
+        problems.append("train.local_steps and train.local_epochs are both set: keep one")
+    if adapter.kind == "full":
+        given = adapter.model_fields_set & {"max_rank", "alpha", "scaling", "targets", "dropout"}
+        problems.extend(f'adapter.{key} is set, but adapter.kind = "full" has no LoRA' for key in sorted(given))
+    kind = spec.simulation.partition.kind
+    for key, kinds in _PARTITION_KEYS.items():
+        if key in spec.simulation.partition.model_fields_set and kind not in kinds:
+            users = ", ".join(sorted(kinds))
+            problems.append(f'simulation.partition.{key} is set, but kind = "{kind}" does not use it (used by {users})')
+    if not spec.simulation.devices or any(n < 1 for n in spec.simulation.devices.values()):
+        problems.append("simulation.devices: every kind needs at least one client")
+    fleet = sum(spec.simulation.devices.values())
+    cohort = rounds.clients_per_round or fleet
+    if cohort > fleet:
+        problems.append(f"rounds.clients_per_round = {cohort}, but simulation.devices has {fleet} clients")
+    if rounds.min_replies > min(cohort, fleet):
+        problems.append(f"rounds.min_replies = {rounds.min_replies}, but a round invites {min(cohort, fleet)} clients")
+    problems.extend(_validation(spec))
+    problems.extend(_method(spec))
+    return problems
+
+
+def has_validation(spec: ExperimentSpec) -> bool:
+    """Whether some examples are held out to select by."""
+    data = spec.data
+    return (data.validation_fraction if spec.eval.on == "server" else data.client_validation_fraction) > 0
+
+
+def _validation(spec: ExperimentSpec) -> list[str]:
+    problems = []
+    if not has_validation(spec):
+        key = "validation_fraction" if spec.eval.on == "server" else "client_validation_fraction"
+        why = f'data.{key} is 0 and eval.on = "{spec.eval.on}", so nothing can be validated'
+        if spec.run.keep == "best":
+            problems.append(f'run.keep = "best", but {why}')
+        if spec.rounds.patience is not None or spec.rounds.target is not None:
+            problems.append(f"rounds.patience or rounds.target is set, but {why}")
+    elif spec.run.keep == "best" and spec.eval.every > spec.rounds.count:
+        problems.append(f'run.keep = "best", but eval.every = {spec.eval.every} and there are fewer rounds')
+    if spec.adapter.head == "local" and spec.eval.on != "clients":
+        problems.append('adapter.head = "local" gives every client its own model: set eval.on = "clients"')
+    return problems
+
+
+def _method(spec: ExperimentSpec) -> list[str]:
+    problems = []
+    for build in (build_method, build_downlink):
+        try:
+            build(spec)
+        except ConfigError as error:
+            problems.append(error.one_line)
+    return problems

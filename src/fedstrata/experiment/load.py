@@ -1,0 +1,144 @@
+"""From a TOML file to a checked experiment: every mistake at once, with its place and the likely fix."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from fedstrata.errors import ConfigError, did_you_mean
+from fedstrata.experiment.contradictions import find_contradictions
+from fedstrata.experiment.spec import ExperimentSpec
+from fedstrata.record.files import read_json
+
+Overrides = Iterable[str] | Mapping[str, Any]
+
+
+def load_spec(source: Path | str | Mapping[str, Any], overrides: Overrides = ()) -> tuple[ExperimentSpec, Path]:
+    """Reads an experiment.
+
+    Args:
+        source: A TOML file, or its content as a mapping.
+        overrides: `a.b=value` texts, the value in TOML (bare words are text), or values by dotted key.
+
+    Returns:
+        The spec, and the folder that its relative paths start from.
+
+    Raises:
+        ConfigError: With every mistake that was found.
+    """
+    if isinstance(source, Mapping):
+        values, base, where = dict(source), Path.cwd(), "the given experiment"
+    else:
+        path = Path(source)
+        values, base, where = _read_toml(path), path.resolve().parent, str(path)
+        values.setdefault("name", _safe_name(path.stem))
+    return check_spec(_overridden(values, overrides), where=where), base
+
+
+def check_spec(values: Mapping[str, Any], *, where: str) -> ExperimentSpec:
+    """The spec of these values, or one `ConfigError` with all mistakes."""
+    try:
+        spec = ExperimentSpec.model_validate(values)
+    except ValidationError as error:
+        problems = [_describe(e) for e in error.errors()]
+        raise ConfigError("The experiment cannot be read", problems=problems, where=where) from error
+    problems = find_contradictions(spec)
+    if problems:
+        raise ConfigError("The experiment contradicts itself", problems=problems, where=where)
+    return spec
+
+
+def resolved(spec: ExperimentSpec) -> dict[str, Any]:
+    """The spec with every default written out, JSON-ready: what the run folder stores."""
+    values: dict[str, Any] = json.loads(spec.model_dump_json())
+    return values
+
+
+def json_schema() -> dict[str, Any]:
+    """A JSON schema of the experiment file, for editors."""
+    schema = ExperimentSpec.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def read_toml_text(text: str, where: str) -> dict[str, Any]:
+    """The tables of a TOML text."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("This is not valid TOML", where=where, got=str(error)) from error
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return read_toml_text(path.read_text(encoding="utf-8"), str(path))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"There is no experiment file {path}",
+            do="`fedstrata init --data FILE` writes one, `fedstrata quickstart` needs none",
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("The experiment file cannot be read", where=str(path), got=str(error)) from error
+
+
+def _overridden(values: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
+    pairs = overrides.items() if isinstance(overrides, Mapping) else map(_parse_override, overrides)
+    for key, value in pairs:
+        parts = key.split(".")
+        table = values
+        for i, part in enumerate(parts[:-1]):
+            inner = table.get(part) or {}
+            if not isinstance(inner, Mapping):
+                raise ConfigError(f"{'.'.join(parts[: i + 1])} is a value, not a table", where=f"override of {key}")
+            table[part] = table = dict(inner)
+        table[parts[-1]] = value
+    return values
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    key, equals, right = (part.strip() for part in text.partition("="))
+    if not equals or not all(key.split(".")):
+        raise ConfigError("An override is not understood", expected="--set table.key=value", got=text)
+    if right == "none":
+        return key, None
+    try:
+        return key, tomllib.loads(f"value = {right}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, right
+
+
+def _describe(error: Any) -> str:
+    loc = [str(part) for part in error["loc"]]
+    place = ".".join(loc)
+    if error["type"] == "extra_forbidden":
+        table = _table(loc[:-1])
+        known = list(table.model_fields) if table else []
+        return f"{place}: unknown key; {did_you_mean(loc[-1], known)}"
+    return f"{place}: {error['msg'][0].lower()}{error['msg'][1:]} (got {error['input']!r})"
+
+
+def _table(loc: list[str]) -> type[BaseModel] | None:
+    table: type[BaseModel] | None = ExperimentSpec
+    for part in loc:
+        annotation = table.model_fields[part].annotation if table and part in table.model_fields else None
+        table = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    return table
+
+
+def _safe_name(stem: str) -> str:
+    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in stem).lstrip("._-")
+    return name or "experiment"
+
+
+def respec(folder: Path, overrides: Overrides = ()) -> tuple[ExperimentSpec, Path]:
+    """The spec that a run folder was begun with, changed by overrides, and the folder of its relative paths."""
+    record = read_json(folder / "run.json")
+    # What equals the default counts as not written, or the check for contradicting keys would see it as set.
+    values = ExperimentSpec.model_validate(record["spec"]).model_dump(mode="json", exclude_defaults=True)
+    return check_spec(_overridden(values, overrides), where=str(folder / "run.json")), Path(
+        record["measured"]["base_dir"]
+    )
