@@ -1,1 +1,1 @@
-"""Tensors and layouts, the wire frame, LoRA algebra and named random streams: numpy and the standard library only."""
+"""Tensors and layouts, the wire frame, LoRA algebra and named random streams: numpy, no torch."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import struct
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +27,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
+from fedstrata.core.checksum import crc32
 from fedstrata.errors import PayloadError
 
 MAGIC = b"FSTR"
@@ -54,7 +54,7 @@ class Payload:
     @cached_property
     def crc(self) -> tuple[int, int]:
         """CRC-32 of side and values; kept, because one downlink payload serves many clients."""
-        return zlib.crc32(self.side), zlib.crc32(self.values)
+        return crc32(self.side), crc32(self.values)
 
     @property
     def num_bytes(self) -> int:
@@ -114,10 +114,10 @@ def pack_frame(kind: int, codec_id: str, header: Mapping[str, Any], payload: Pay
         )
     side_crc, values_crc = payload.crc
     prelude = _PRELUDE.pack(
-        MAGIC, VERSION, kind, 3, codec_id.encode("ascii"), len(head), zlib.crc32(head),
+        MAGIC, VERSION, kind, 3, codec_id.encode("ascii"), len(head), crc32(head),
         len(payload.side), side_crc, len(payload.values), values_crc,
     )  # fmt: skip
-    return _joined((prelude, _CRC.pack(zlib.crc32(prelude)), head, payload.side, payload.values))
+    return _joined((prelude, _CRC.pack(crc32(prelude)), head, payload.side, payload.values))
 
 
 def _joined(parts: Sequence[Bytes]) -> Bytes:
@@ -170,7 +170,7 @@ def unpack_frame(data: Bytes, kind: int, *, where: str = "payload") -> Frame:
     )
     if magic != MAGIC:
         bad("These bytes are not a Fedstrata frame", MAGIC.decode(), repr(bytes(magic)))
-    if zlib.crc32(data[: _PRELUDE.size]) != _CRC.unpack_from(data, _PRELUDE.size)[0]:
+    if crc32(data[: _PRELUDE.size]) != _CRC.unpack_from(data, _PRELUDE.size)[0]:
         bad("The frame's prelude is damaged", "a matching CRC-32")
     if version != VERSION:
         bad("The frame has another version", str(VERSION), str(version))
@@ -188,7 +188,7 @@ def unpack_frame(data: Bytes, kind: int, *, where: str = "payload") -> Frame:
         ("side", side, crc_side),
         ("values", values, crc_values),
     ):
-        if zlib.crc32(section) != crc:
+        if crc32(section) != crc:
             bad(f"The frame's {name} section is damaged", "a matching CRC-32")
     raw_id = raw_id.rstrip(b"\0")
     if not raw_id.isascii() or b"\0" in raw_id:
