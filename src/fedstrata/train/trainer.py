@@ -100,7 +100,11 @@ class TorchTrainer:
 
     def score(self, tensors: NamedTensors, split: str) -> Score:
         """Evaluates the server's model on a split of the server's."""
-        return self._score(self._layout, tensors, self._splits[split], self._threads)
+        return self._score(self._layout, tensors, self.indices_of(split), self._threads)
+
+    def indices_of(self, split: str) -> np.ndarray:
+        """Which examples `server_validation` or `test` holds."""
+        return self._splits[split]
 
     def _score(self, layout: Layout, tensors: NamedTensors, indices: np.ndarray, threads: int) -> Score:
         self.adapted.set_client(tensors, layout, Layout(()), self._scaling_of(layout))
