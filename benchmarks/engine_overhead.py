@@ -59,9 +59,20 @@ def setup_of(num_values: int, num_clients: int, codec: str) -> RoundSetup:
     method = METHODS.build("fedavg", {}).with_parts(codec=CODECS.build(codec))
     shape = ModelShape("bench", 1, 1, None, (), (), layout.specs, 4 * num_values)
     return RoundSetup(
-        method=method, shape=shape, fleet=fleet, layout=layout, scaling={}, seed=0, num_rounds=1,
-        clients_per_round=None, min_replies=1, train=TRAIN, max_length=1, downlink=CODECS.build("float32"), exactness_values=0,
-    )  # fmt: skip
+        method=method,
+        shape=shape,
+        fleet=fleet,
+        layout=layout,
+        scaling={},
+        seed=0,
+        num_rounds=1,
+        clients_per_round=None,
+        min_replies=1,
+        train=TRAIN,
+        max_length=1,
+        downlink=CODECS.build("float32"),
+        exactness_values=0,
+    )
 
 
 def measure(num_values: int, codec: str, *, num_clients: int = 8, rounds: int = 7) -> float:

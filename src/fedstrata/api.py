@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata.errors import RunFolderError
-from fedstrata.record.files import read_json, read_lines
+from fedstrata.report.stored import CLIENTS_FILE, ROUNDS_FILE, read_records, read_run, read_summary
 
 
 @dataclass(frozen=True)
@@ -24,22 +24,27 @@ class RunResult:
     @property
     def info(self) -> dict[str, Any]:
         """`run.json`: the resolved spec, the status, where everything came from."""
-        return read_json(self.folder / "run.json")
+        return read_run(self.folder)
 
     @property
     def summary(self) -> dict[str, Any]:
         """`summary.json`; only finished runs have one."""
-        return read_json(self.folder / "summary.json")
+        summary = read_summary(self.folder)
+        if summary is None:
+            raise RunFolderError(
+                f"{self.folder} has no summary yet", do=f"finish it with `fedstrata run --resume {self.folder}`"
+            )
+        return summary
 
     @property
     def rounds(self) -> Any:
         """One row per round: a pandas DataFrame where pandas is installed, else a list of dicts."""
-        return _table(read_lines(self.folder / "rounds.jsonl"))
+        return _table(read_records(self.folder / ROUNDS_FILE))
 
     @property
     def clients(self) -> Any:
         """One row per client and round, likewise."""
-        return _table(read_lines(self.folder / "clients.jsonl"))
+        return _table(read_records(self.folder / CLIENTS_FILE))
 
     @property
     def adapter(self) -> Path:
@@ -113,8 +118,7 @@ def load(folder: str | Path) -> RunResult:
         RunFolderError: If the folder is no run folder.
     """
     path = Path(folder)
-    if not (path / "run.json").exists():
-        raise RunFolderError(f"{path} is not a run folder", expected="a folder with run.json")
+    read_run(path)
     return RunResult(path)
 
 

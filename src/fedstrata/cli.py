@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import io
 import json
 import os
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +27,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_INTERRUPTED = 130
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts, nothing else.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Run folder; runs/<name>-<hash> where left out.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Delete an earlier run in that folder first.")]
@@ -34,21 +40,77 @@ OtherEnvironment = Annotated[
 
 
 def main() -> None:
-    """Entry point: errors a user can mend come without a traceback and end with exit code 2."""
+    """Entry point of the command `fedstrata`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode shows ? for what it lacks
+    sys.exit(run_cli(sys.argv[1:]))
+
+
+def run_cli(args: Sequence[str]) -> int:
+    """Runs one command line.
+
+    Args:
+        args: The words after `fedstrata`.
+
+    Returns:
+        The exit code: 0 success, 1 `diff` found differences, 2 something that the user can mend (printed to standard
+        error without a traceback, with `--json` also as JSON to standard output), 130 Ctrl-C.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        app()
+        _check_names(args)
+        click_command()(args=list(args), prog_name="fedstrata")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code == _INTERRUPTED:
+            _say_stopped(args)
+        return code
     except FedstrataError as error:
-        if "--json" in sys.argv:
+        if "--json" in args:
             _print_json({"error": {"kind": type(error).__name__, "message": str(error)}})
-        else:
-            typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
-            typer.echo(str(error), err=True)
-        sys.exit(2)
+        typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+        typer.echo(str(error), err=True)
+        return 2
     except KeyboardInterrupt:
-        typer.echo("stopped; the finished rounds are kept, the same command goes on", err=True)
-        sys.exit(130)
+        _say_stopped(args)
+        return _INTERRUPTED
+    return 0
+
+
+def _check_names(args: Sequence[str]) -> None:
+    """Refuses names that no record could hold: Python reads bytes that are no characters as half surrogate pairs."""
+    for name in (*args, str(Path.cwd())):
+        if not name.isprintable() and any("\ud800" <= c <= "\udfff" for c in name):
+            raise ConfigError(
+                "A name holds bytes that are no characters",
+                got=ascii(name),
+                do="rename the file or folder, or set a UTF-8 locale such as LC_ALL=C.UTF-8",
+            )
+
+
+def _say_stopped(args: Sequence[str]) -> None:
+    runs = any(word in ("run", "quickstart") for word in args)
+    kept = "; the finished rounds are kept, the same command goes on" if runs else ""
+    typer.echo(f"stopped at once{kept}", err=True)
+
+
+def click_command() -> Any:
+    """The click command of `app`, with two things that typer's and click's versions lose between them."""
+    command: Any = typer.main.get_command(app)
+    # click suggests the nearest command as well, and the hint would stand there twice.
+    command.suggest_commands = False
+    for info in app.registered_commands:
+        if info.callback is None:
+            continue
+        notes = inspect.get_annotations(info.callback, eval_str=True)
+        for parameter in command.commands[info.name or info.callback.__name__].params:
+            # click overwrites the help of arguments, because typer does not pass it on.
+            if getattr(parameter, "help", None) is None:
+                meta = getattr(notes.get(parameter.name), "__metadata__", ())
+                parameter.help = next((m.help for m in meta), None)
+    return command
 
 
 def _version(value: bool) -> None:
@@ -87,24 +149,31 @@ def init(
         Path | None, typer.Option("--data", help="CSV, TSV, JSON, JSONL, Parquet or folder per class.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Experiment file to write.")] = None,
+    column: Annotated[
+        list[str] | None, typer.Option("--column", metavar="ROLE=NAME", help="Which column is text, label or client.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Write every key with its default.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     json_: Json = False,
 ) -> None:
     """Writes a commented experiment file for your data, and says what it guessed and why.
 
-    Example: fedstrata init --data reviews.csv
+    Examples:
+      fedstrata init --data reviews.csv
+      fedstrata init --data survey.csv --column text=answer --column label=mood
     """
     from fedstrata.experiment.init import write_experiment
 
-    result = write_experiment(data, out, full=full, force=force)
+    columns = dict(_pair(text) for text in column or [])
+    result = write_experiment(data, out, full=full, force=force, columns=columns)
     if json_:
         _print_json(result)
         return
     for line in result["reasons"]:
         typer.echo(f"· {line}")
     typer.echo(f"wrote {result['path']}")
-    typer.echo(f"next: fedstrata plan {result['path']}   then: fedstrata run {result['path']}")
+    path = shlex.quote(result["path"])
+    typer.echo(f"next: fedstrata plan {path}   then: fedstrata run {path}")
 
 
 @app.command(rich_help_panel="Plan")
@@ -119,11 +188,14 @@ def plan(
     Example: fedstrata plan experiment.toml --round 3
     """
     from fedstrata.experiment.load import load_spec
-    from fedstrata.experiment.planning import plan_table
     from fedstrata.report.terminal import print_plan
 
     with _display(json_) as watch:
-        table = plan_table(*load_spec(experiment, set_ or []), server_round, watch)
+        spec, base_dir = load_spec(experiment, set_ or [])
+        watch.step("starting PyTorch")
+        from fedstrata.experiment.planning import plan_table
+
+        table = plan_table(spec, base_dir, server_round, watch)
     _print_json(table) if json_ else print_plan(table)
 
 
@@ -231,7 +303,7 @@ def diff(
 
 
 @app.command(rich_help_panel="Start")
-def schema() -> None:
+def schema(json_: Json = True) -> None:
     """Prints the JSON schema of the experiment file, for editors.
 
     Example: fedstrata schema > fedstrata.schema.json
@@ -239,6 +311,13 @@ def schema() -> None:
     from fedstrata.experiment.load import json_schema
 
     _print_json(json_schema())
+
+
+def _pair(text: str) -> tuple[str, str]:
+    role, _, name = (part.strip() for part in text.partition("="))
+    if not role or not name:
+        raise ConfigError("--column is not understood", expected="--column ROLE=NAME, e.g. label=stars", got=text)
+    return role, name
 
 
 def _run(
@@ -251,18 +330,19 @@ def _run(
     watch: Any,
     json_: bool,
 ) -> None:
+    watch.step("starting PyTorch")
     from fedstrata.experiment.runner import RunOptions, run_experiment
-    from fedstrata.record.files import read_json
+    from fedstrata.report.stored import read_run, read_summary
     from fedstrata.report.terminal import print_summary
 
     options = RunOptions(out, fresh, keep_payloads, other_environment, extend)
     spec, base_dir = experiment
     folder = run_experiment(spec, base_dir, options, watch)
-    summary = read_json(folder.summary_file)
+    summary = read_summary(folder.path) or {}
     if json_:
         _print_json({"folder": str(folder.path), **summary})
     else:
-        print_summary(folder.path, summary, read_json(folder.run_file))
+        print_summary(folder.path, summary, read_run(folder.path))
 
 
 def _display(quiet: bool) -> Any:

@@ -105,11 +105,15 @@ class ClientState:
         if not data:
             return ClientState()
         frame = unpack_frame(data, CLIENT_STATE, where="client state")
+        versions = _state_versions(frame.header.get("versions", {}))
         offset, parts = 0, {}
         values = memoryview(frame.payload.values)
         for part in ("held", "local", "residual"):
             tensors: NamedTensors = {}
-            for entry in frame.header.get(part, []):
+            entries = frame.header.get(part, [])
+            if not isinstance(entries, list):
+                raise PayloadError("The client state's header cannot be read", where=part)
+            for entry in entries:
                 name, shape = _state_entry(entry, server_layout)
                 size = 4 * int(np.prod(shape, dtype=np.int64))
                 if offset + size > len(values):
@@ -119,7 +123,7 @@ class ClientState:
             parts[part] = tensors
         if offset != len(values):
             raise PayloadError("The client state is longer than it says", expected=str(offset), got=str(len(values)))
-        return ClientState(versions=frame.header.get("versions", {}), **parts)
+        return ClientState(versions=versions, **parts)
 
 
 def run_client(task_bytes: Bytes, client_state: Bytes, trainer: Trainer) -> tuple[Bytes, Bytes]:
@@ -150,13 +154,17 @@ def run_client(task_bytes: Bytes, client_state: Bytes, trainer: Trainer) -> tupl
         return pack_reply(reply, None, Payload()), client_state
     work = trainer.train(task, layouts, start)
     trained, warnings = check_trained(work, layouts, start)
+    where = f"client {task.client} after training"
+    local = {parse_stratum(s) for s in task.local}
+    own = {s.name: work.tensors[s.name] for s in layouts.trained if s.stratum in local}
+    layouts.trained.restrict(local).check(own, where=where)
     codec = CODECS.build(task.uplink)
     began = time.perf_counter()
     outgoing = {
         s.name: _delta(work.tensors[s.name], start[s.name]) if task.send == "delta" else work.tensors[s.name]
         for s in layouts.up
     }
-    layouts.up.check(outgoing, where=f"client {task.client} after training")
+    layouts.up.check(outgoing, where=where)
     rng = generator(task.seed, "codec", task.server_round, task.client)
     payload, residual = codec.encode(outgoing, layouts.up, state.residual, rng)
     measured = dict(work.measured) | {"encode_s": time.perf_counter() - began}
@@ -173,11 +181,10 @@ def run_client(task_bytes: Bytes, client_state: Bytes, trainer: Trainer) -> tupl
         numbers=dict(work.numbers),
         measured={k: fixed_width(v) for k, v in measured.items()},
     )
-    local = {parse_stratum(s) for s in task.local}
     new_state = ClientState(
         versions={s: [v, _rank(layouts.present, s)] for s, v in task.versions.items()} if task.keep_downlink else {},
         held={s.name: start[s.name] for s in layouts.present if s.stratum not in local} if task.keep_downlink else {},
-        local=state.local | {s.name: work.tensors[s.name] for s in layouts.trained if s.stratum in local},
+        local=state.local | own,
         residual=residual,
     )
     return pack_reply(reply, codec, payload), new_state.to_bytes(task.server_round)
@@ -190,11 +197,14 @@ def check_trained(work: LocalWork, layouts: TaskLayouts, start: NamedTensors) ->
         The strata that changed, and a warning with its likely reason for every planned one that did not.
 
     Raises:
-        ClientError: If something changed that was not planned.
+        ClientError: If something changed that was not planned, or something planned is missing.
     """
-    for name in work.tensors:
-        if name not in layouts.trained and not np.array_equal(work.tensors[name], start[name]):
+    for name, tensor in work.tensors.items():
+        if name not in layouts.trained and not (name in start and np.array_equal(tensor, start[name])):
             raise ClientError(f"Training changed {name}, which was not planned", do="report this as a bug")
+    missing = [name for name in layouts.trained.names if name not in work.tensors]
+    if missing:
+        raise ClientError(f"Training left {missing[0]} out, which was planned", do="report this as a bug")
     changed = {
         s.stratum for s in layouts.trained if not np.array_equal(work.tensors[s.name], start[s.name], equal_nan=False)
     }
@@ -232,11 +242,22 @@ def _assemble(
                 f"Client {task.client} does not hold {stratum_name(spec.stratum)} in version {task.versions.get(key)}",
                 do="the server sends everything after a failure",
             )
+    layouts.present.check_shapes(start, where=f"what client {task.client} starts from")
     return start
 
 
 def _rank(layout: Layout, stratum: str) -> int:
     return max((s.rank for s in layout.of(parse_stratum(stratum))), default=0)
+
+
+def _state_versions(value: Any) -> dict[str, list[int]]:
+    """Versions as `{stratum: [version, rank]}`, or an error."""
+    fits = isinstance(value, dict) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(n, int) for n in pair) for pair in value.values()
+    )
+    if not fits:
+        raise PayloadError("The client state's header cannot be read", where="versions")
+    return dict(value)
 
 
 def _state_entry(entry: Any, layout: Layout) -> tuple[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, TypeVar
@@ -12,11 +13,14 @@ from pydantic import TypeAdapter, ValidationError
 from fedstrata.aggregate.base import ClientUpdate
 from fedstrata.codec.base import CODECS, Codec, wire_id
 from fedstrata.core.tensors import Layout, NamedTensors, Stratum, parse_stratum, slice_tensors, stratum_name
-from fedstrata.core.wire import REPLY, TASK, Bytes, Frame, Payload, pack_frame, unpack_frame
+from fedstrata.core.wire import REPLY, TASK, Bytes, Frame, Payload, canonical_json, pack_frame, unpack_frame
 from fedstrata.errors import PayloadError
 
 Ranks = Mapping[Stratum, int]
 H = TypeVar("H")
+_MAX_COUNT = 1 << 40
+_MAX_LOSS = 1e30
+_FIXED_WIDTH = re.compile(r"[0-9]{10}\.[0-9]{6}")
 
 
 @dataclass(frozen=True)
@@ -136,13 +140,13 @@ class Reply:
 
 
 def fixed_width(value: float) -> str:
-    """A measured number as text of 17 characters.
+    """A measured number as text of 17 characters; below 0 and NaN count as 0.
 
     Example:
         >>> fixed_width(0.25)
         '0000000000.250000'
     """
-    return f"{min(max(value, 0.0), 9999999999.0):017.6f}"
+    return f"{min(max(0.0, value), 9999999999.0):017.6f}"
 
 
 def rank_keys(ranks: Ranks) -> dict[str, int]:
@@ -207,7 +211,7 @@ def unpack_reply(
 
     Raises:
         PayloadError: If anything is not as planned: checksum, layout, a larger rank, another client or round,
-            another codec, a value that is not finite.
+            another codec, a stratum that was not to be trained, a value that is not finite.
     """
     where = f"reply of client {task.client} in round {task.server_round}"
     frame = unpack_frame(data, REPLY, where=where)
@@ -221,8 +225,16 @@ def unpack_reply(
     ):
         if expected != got:
             raise PayloadError(f"The reply names another {name}", where=where, expected=str(expected), got=str(got))
-    if not 1 <= reply.num_examples <= 2**40 or reply.num_steps < 0:
-        raise PayloadError("The reply's numbers make no sense", where=where, got=f"{reply}"[:200])
+    if reply.num_examples < 1:
+        raise _senseless(reply, where)
+    not_planned = [s for s in reply.trained if s not in task.ranks]
+    if not_planned:
+        raise PayloadError(
+            "The reply says that it trained what was not planned",
+            where=where,
+            expected=f"some of {', '.join(task.ranks)}",
+            got=", ".join(not_planned[:5])[:200],
+        )
     planned = task.layouts(server_layout).up
     ranks = {s: max(x.rank for x in planned.of(s)) or 1 for s in planned.strata}
     stated = {parse_key(k, where): r for k, r in reply.ranks.items()}
@@ -248,9 +260,19 @@ def unpack_reply(
 def reply_header(frame: Frame, *, where: str) -> Reply:
     """The header of a reply's frame, checked."""
     reply = _header(Reply, frame, where)
-    if reply.num_examples < 0 or reply.num_correct < 0 or not math.isfinite(reply.loss):
-        raise PayloadError("The reply's numbers make no sense", where=where, got=f"{reply}"[:200])
+    counts = (reply.num_examples, reply.num_steps, reply.num_correct)
+    if (
+        not all(0 <= n <= _MAX_COUNT for n in counts)
+        or not abs(reply.loss) <= _MAX_LOSS
+        or not all(math.isfinite(n) for n in reply.numbers.values())
+        or not all(_FIXED_WIDTH.fullmatch(text) for text in reply.measured.values())
+    ):
+        raise _senseless(reply, where)
     return reply
+
+
+def _senseless(reply: Reply, where: str) -> PayloadError:
+    return PayloadError("The reply's numbers make no sense", where=where, got=f"{reply}"[:200])
 
 
 def parse_key(key: str, where: str) -> Stratum:
@@ -267,7 +289,7 @@ def _header(kind: type[H], frame: Frame, where: str) -> H:
     if extra:
         raise PayloadError("The header holds unknown fields", where=where, got=", ".join(extra[:5])[:200])
     try:
-        message: H = _ADAPTERS[kind].validate_python(frame.header)
+        message: H = _ADAPTERS[kind].validate_json(canonical_json(frame.header), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         raise PayloadError(

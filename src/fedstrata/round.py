@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +57,7 @@ def run_round(
     accumulator = aggregator.zero(setup.layout)
     probe = ExactnessProbe(setup.layout, setup.scaling, aggregator, max_values=setup.exactness_values)
     client_records = []
+    num_merged = 0
 
     def tasks() -> Iterator[tuple[str, int, Bytes]]:
         for client_plan in plan.clients:
@@ -75,6 +76,7 @@ def run_round(
             try:
                 accumulator = aggregator.add(accumulator, update)
                 probe.add(update)
+                num_merged += 1
             except AggregationError as error:  # the accumulator is as it was
                 mine.refuse("bad reply", str(error))
         mine.start = {}
@@ -86,12 +88,12 @@ def run_round(
         raise RoundError(
             f"Round {server_round} has {len(good)} good replies of {len(traffic)}",
             expected=f"at least {setup.min_replies} (rounds.min_replies)",
-            got="; ".join(f"{t.plan.client}: {t.failure.detail}" for t in traffic.values() if t.failure)[:2000],
+            got=_first_failures(traffic.values()),
             do="mend the clients, or lower rounds.min_replies; the rounds before this one are kept",
         )
     tensors, versions, selector_state = state.tensors, dict(state.versions), dict(state.selector)
     merged: dict[str, Any] = {"holders": {}, "exactness": None, "selection": None}
-    if setup.method.topology != "alone":
+    if num_merged:  # else everything that was trained stays on its client
         proposal = aggregator.finish(accumulator, state.tensors)
         merged["holders"] = rank_keys(dict(sorted(proposal.holders.items(), key=lambda i: stratum_order(i[0]))))
         merged["exactness"] = probe.finish(proposal, state.tensors)
@@ -116,6 +118,15 @@ def run_round(
         "train_s": sum(float(t.reply.measured.get("train_s", 0)) for t in good if t.reply),
     }
     return new_state, record, client_records
+
+
+def _first_failures(traffic: Iterable[Traffic], shown: int = 3) -> str:
+    """The first failures, a line each."""
+    failed = [t.failure for t in traffic if t.failure]
+    lines = [f"{f.client}: {f.detail.splitlines()[0]}" for f in failed[:shown]]
+    if len(failed) > shown:
+        lines.append(f"and {len(failed) - shown} more")
+    return "; ".join(lines)
 
 
 def _receive(

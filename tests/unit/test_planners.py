@@ -228,10 +228,10 @@ def check(*clients: ClientPlan, **changes: Any) -> None:
 
 
 def test_a_round_in_which_nobody_trains_is_refused():
-    with pytest.raises(PlanError, match="nobody would train anything"):
+    with pytest.raises(PlanError, match="Nobody would train anything"):
         check(ClientPlan("a", {}), ClientPlan("b", {3: 0}), head=False)
     check(ClientPlan("a", {}), ClientPlan("b", {3: 1}), head=False)
-    with pytest.raises(PlanError, match="nobody would train anything"):
+    with pytest.raises(PlanError, match="Nobody would train anything"):
         check()
 
 

@@ -279,7 +279,7 @@ def test_methods_are_listed_with_what_they_allow(capsys: Capture) -> None:
 
 def asset_row(**changes: Any) -> dict[str, Any]:
     row = {"name": "texts", "kind": "data", "requirement": "texts==1.0", "installed": True, "verified": False}
-    row |= {"description": "Some texts in five classes", "licence": "MIT", "size_bytes": 3_000_000}
+    row |= {"description": "Some texts in five classes", "license": "MIT", "size_bytes": 3_000_000}
     return row | {"command": "fedstrata assets install texts"} | changes
 
 

@@ -44,7 +44,7 @@ def test_all_unknown_keys_are_named_at_once_with_the_nearest_known_one() -> None
 
 def test_wrong_values_are_named_with_what_was_given() -> None:
     found = problems({"rounds": {"count": 0}, "train": {"batch_size": "many"}})
-    assert "rounds.count: input should be greater than or equal to 1 (got 0)" in found
+    assert "rounds.count: must be greater than or equal to 1 (got 0)" in found
     assert "train.batch_size" in found
     assert "(got 'many')" in found
 

@@ -113,8 +113,8 @@ def _guess(role: str, table: RawTable, free: list[str]) -> ColumnChoice | None:
         f"{problem} the {role}", where=table.source,
         got=name_some(list(fitting)) if fitting else f"the columns {name_some(list(table.columns), 20)}",
         expected="exactly one" if fitting else _EXPECTED[role],
-        do=f'say which one: columns = {{ {role} = "…" }} under [data]; the columns are '
-        f"{name_some(list(table.columns), 20)}",
+        do=f'say which one: columns = {{ {role} = "…" }} under [data], or `--column {role}=…` with `fedstrata init`; '
+        f"the columns are {name_some(list(table.columns), 20)}",
     )  # fmt: skip
 
 

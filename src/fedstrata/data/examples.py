@@ -151,7 +151,7 @@ def label_names(labels: list[str], *, where: str) -> tuple[str, ...]:
             got=f"{len(distinct)} different values in {len(labels)} rows",
             do='name another column: columns = { label = "…" } under [data]',
         )  # fmt: skip
-    if all(name.removeprefix("-").isdecimal() and name.isascii() for name in distinct):
+    if all(name.removeprefix("-").isdecimal() and name.isascii() and len(name) < 1000 for name in distinct):
         return tuple(sorted(distinct, key=lambda name: (int(name), name)))
     return tuple(sorted(distinct))
 
@@ -185,8 +185,8 @@ def _require_texts(table: RawTable, column: str) -> None:
     for i, value in enumerate(table.columns[column]):
         if isinstance(value, dict | list | bytes):
             raise DataError(
-                f'The column "{column}" does not hold texts', where=table.where(i), expected="text",
-                got=type(value).__name__,
+                f'The column "{column}" does not hold texts', where=table.where(i), expected="a text per example",
+                got=repr(value)[:60], do='name another column: columns = { text = "…" } under [data]',
             )  # fmt: skip
 
 

@@ -6,17 +6,27 @@ import csv
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedstrata.data.table import RawTable, name_some
+from fedstrata.data.table import RawTable, count, name_some
 from fedstrata.errors import AssetError, DataError
 
 DELIMITERS = (",", "\t", ";", "|")
 _NAMES = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 _SNIFFED_ROWS = 50
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_JSON_KINDS = {
+    dict: "an object",
+    list: "an array",
+    str: "a text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+}
 
 
 def decode(data: bytes, where: str) -> tuple[str, str | None]:
@@ -178,12 +188,13 @@ def _read_jsonl(path: Path, data: bytes) -> RawTable:
             ) from error  # fmt: skip
         if not isinstance(value, dict):
             raise DataError(
-                "A line is not a JSON object", where=f"{path} line {number}", got=type(value).__name__,
+                "A line is not a JSON object", where=f"{path} line {number}", got=_JSON_KINDS.get(type(value), "null"),
                 expected='an object such as {"text": "…", "label": "…"}',
             )  # fmt: skip
         rows.append(value)
         lines.append(number)
-    return _table(path, data, "JSONL", _columns(rows), lines, [note] if note else [])
+    columns, broken = _columns(rows)
+    return _table(path, data, "JSONL", columns, lines, [*([note] if note else []), *_broken_note(path, broken)])
 
 
 def _read_json(path: Path, data: bytes) -> RawTable:
@@ -200,6 +211,8 @@ def _read_json(path: Path, data: bytes) -> RawTable:
             "The file is not JSON", where=f"{path} line {error.lineno}", got=error.msg,
             expected="an array of objects; one object per line belongs into a .jsonl file",
         ) from error  # fmt: skip
+    except ValueError as error:
+        raise DataError("The file is not JSON", where=str(path), got=str(error)) from error
     if isinstance(value, dict):
         lists = {k: v for k, v in value.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
         if len(lists) == 1:
@@ -207,16 +220,17 @@ def _read_json(path: Path, data: bytes) -> RawTable:
             notes.append(f'{path.name} is one object; its list "{key}" was read')
     if not isinstance(value, list):
         raise DataError(
-            "The file does not hold a list of examples", where=str(path), got=type(value).__name__,
+            "The file does not hold a list of examples", where=str(path), got=_JSON_KINDS.get(type(value), "null"),
             expected='an array such as [{"text": "…", "label": "…"}]',
         )  # fmt: skip
     for i, row in enumerate(value):
         if not isinstance(row, dict):
             raise DataError(
-                "An example is not a JSON object", where=f"{path} item {i + 1}", got=type(row).__name__,
+                "An example is not a JSON object", where=f"{path} item {i + 1}", got=_JSON_KINDS.get(type(row), "null"),
                 expected='an object such as {"text": "…", "label": "…"}',
             )  # fmt: skip
-    return _table(path, data, "JSON", _columns(value), [], notes)
+    columns, broken = _columns(value)
+    return _table(path, data, "JSON", columns, [], [*notes, *_broken_note(path, broken)])
 
 
 def _read_parquet(path: Path, data: bytes) -> RawTable:
@@ -234,11 +248,27 @@ def _read_parquet(path: Path, data: bytes) -> RawTable:
     return _table(path, data, "Parquet", columns, [], [])
 
 
-def _columns(rows: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Columns from objects; a key that an object lacks is None."""
+def _columns(rows: Iterable[dict[str, Any]]) -> tuple[dict[str, list[Any]], int]:
+    r"""Columns from objects, and how many cells were mended; a key that an object lacks is None.
+
+    JSON can hold one half of a surrogate pair, e.g. `"\ud83d"` where an emoji was cut. It is no character: U+FFFD
+    takes its place.
+    """
     rows = list(rows)
     names = list(dict.fromkeys(key for row in rows for key in row))
-    return {name: [row.get(name) for row in rows] for name in names}
+    cells = {name: [_whole(row.get(name)) for row in rows] for name in names}
+    broken = sum(value is not row.get(name) for name in names for value, row in zip(cells[name], rows, strict=True))
+    return {_whole(name): values for name, values in cells.items()}, broken
+
+
+def _whole(value: Any) -> Any:
+    return _HALF_PAIR.sub("\ufffd", value) if isinstance(value, str) and _HALF_PAIR.search(value) else value
+
+
+def _broken_note(path: Path, broken: int) -> list[str]:
+    if not broken:
+        return []
+    return [f"{path.name}: {count(broken, 'cell')} with half a character (a cut emoji); U+FFFD stands there now"]
 
 
 def _table(

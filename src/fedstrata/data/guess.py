@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -76,18 +77,19 @@ class Guess:
         return {role: choice.column for role, choice in self.columns.items() if role in needed}
 
 
-def guess_experiment(path: Path) -> Guess:
+def guess_experiment(path: Path, named: Mapping[str, str] | None = None) -> Guess:
     """Looks at a data file or folder and proposes an experiment that runs.
 
     Args:
         path: A CSV, TSV, JSON, JSONL or Parquet file, or a folder with one sub-folder of texts per class.
+        named: Columns by role that are known and need no guess.
 
     Raises:
         DataError: If it cannot be read, or the text or label column cannot be told.
     """
     path = path.resolve()
     table = load_table(DataConfig(source=str(path)), path.parent)
-    columns = choose_columns(table, {})
+    columns = choose_columns(table, named or {})
     names = column_names(columns)
     roles = {role: column for role, column in names.items() if role in _ROLES_THAT_TRAIN}
     examples = make_examples(table, roles, empty="drop")

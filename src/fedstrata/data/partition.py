@@ -42,8 +42,9 @@ def partition(
     if len(labels) < num_clients * config.min_examples:
         raise DataError(
             f"There are more clients than examples for them: {num_clients} clients, {len(labels)} examples",
-            where="simulation.devices", expected=f"at least {config.min_examples} examples per client",
-            do=f"use at most {len(labels) // config.min_examples} devices, or more data",
+            where="simulation.devices", expected=f"at least {count(config.min_examples, 'example')} per client",
+            do=f"use at most {count(len(labels) // config.min_examples, 'device')}, or more data"
+            if len(labels) >= config.min_examples else "lower min_examples, or use more data",
         )  # fmt: skip
     rng = generator(seed, "partition", config.kind)
     owner = _rebalance(_ASSIGN[config.kind](config, labels, num_clients, rng), num_clients, config.min_examples, rng)

@@ -102,6 +102,27 @@ def render_experiment(guess: Guess, *, folder: Path | None = None) -> str:
     )
 
 
+def explain(guess: Guess) -> list[str]:
+    """What was guessed and why, one line each, for the terminal."""
+    sizes = [f"{label} ({n})" for label, n in guess.class_sizes.items()]
+    lines = [f"read {guess.path.name} as {guess.format}: {count(guess.num_rows, 'row')}"]
+    lines += [
+        f'{role}: the column "{guess.columns[role].column}"; {guess.columns[role].reason}'
+        for role in guess.experiment_columns
+    ]
+    if not guess.experiment_columns:
+        lines.append("label: the names of the folders")
+    lines += [
+        f"{guess.num_classes} classes: {name_some(sizes, 12)}",
+        f"{count(guess.num_clients, 'client')}: {guess.clients_reason}",
+        f"partition {guess.partition}: {guess.partition_reason}",
+        f"max_length {guess.max_length}: {guess.length_reason}",
+    ]
+    if guess.num_empty:
+        lines.append(f"{count(guess.num_empty, 'row')} without a text or a label: they will be dropped")
+    return [_plain(line) for line in (*lines, *(f"note: {note}" for note in guess.notes))]
+
+
 def _clients_per_round(num_clients: int) -> int:
     """All of a few clients, half of more, at most six: a first run should be quick."""
     return num_clients if num_clients <= 4 else min(6, (num_clients + 1) // 2)

@@ -13,7 +13,7 @@ from fedstrata.core.rng import generator
 from fedstrata.core.wire import canonical_json
 from fedstrata.data.config import DataConfig, PartitionConfig
 from fedstrata.data.partition import natural_ids, partition
-from fedstrata.data.table import name_some
+from fedstrata.data.table import count, name_some
 from fedstrata.errors import DataError
 
 
@@ -176,12 +176,13 @@ def _held_out(
     """A stratified share of the rows, at least one if any is asked for."""
     if share == 0:
         return rows[:0]
-    count = max(1, round(share * (len(rows) if of is None else of)))
-    taken = _take(labels, rows, count, rng, keep_one=True)
+    wanted = max(1, round(share * (len(rows) if of is None else of)))
+    taken = _take(labels, rows, wanted, rng, keep_one=True)
     if not len(taken):
         raise DataError(
             "There are too few examples to hold some out", where=f"data.{option} = {share}",
-            got=f"{len(rows)} examples", expected="a class with at least two examples",
+            got=f"{count(len(rows), 'example')} left", expected="a class with at least two examples",
+            do="use more data; repeated texts are dropped unless data.deduplicate = false",
         )  # fmt: skip
     return taken
 

@@ -122,13 +122,13 @@ class ClassificationTask:
         if tokenizer is None:
             raise DataError(
                 "The model came without a tokenizer, so texts cannot be read", where="model.source",
-                do="put the tokenizer's files beside the model's, or name another model",
+                do="put the tokenizer's files beside the model's, or name a model for texts",
             )  # fmt: skip
         length = max_length if max_positions is None else min(max_length, max_positions)
         num_special = tokenizer.num_special_tokens_to_add(pair=examples.pairs is not None)
         if length <= num_special:
             raise DataError(
-                "The longest input has no room for a text", where="model.max_length", got=f"{length} tokens",
+                "The longest input has no room for a text", where="model.max_length", got=count(length, "token"),
                 expected=f"more than the {num_special} tokens that the model needs around it",
             )  # fmt: skip
         tokens: list[np.ndarray] = []
@@ -138,7 +138,7 @@ class ClassificationTask:
             stop = start + _CHUNK
             texts = examples.texts[start:stop]
             pairs = None if examples.pairs is None else examples.pairs[start:stop]
-            encoding = tokenizer(texts, pairs, truncation=True, max_length=length, return_attention_mask=False)
+            encoding = _tokenize(tokenizer, texts, pairs, truncation=True, max_length=length)
             num_truncated += _count_truncated(tokenizer, encoding, texts, pairs, length)
             tokens.extend(np.array(ids, np.int32) for ids in encoding["input_ids"])
             if pairs is not None and "token_type_ids" in encoding:
@@ -167,10 +167,21 @@ def _join(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
 
+def _tokenize(tokenizer: Tokenizer, texts: list[str], pairs: list[str] | None, **options: Any) -> Any:
+    try:
+        return tokenizer(texts, pairs, return_attention_mask=False, **options)
+    except Exception as error:
+        # The tokenizers library raises bare exceptions, e.g. where its vocabulary lacks a token that it needs.
+        raise DataError(
+            "The model's tokenizer cannot read the texts", where="model.source", got=str(error).split("\n", 1)[0],
+            do="mend the tokenizer's files beside the model's, or name another model",
+        ) from error  # fmt: skip
+
+
 def _count_truncated(
     tokenizer: Tokenizer, encoding: Any, texts: list[str], pairs: list[str] | None, length: int
 ) -> int:
     if tokenizer.is_fast:
         return sum(1 for e in encoding.encodings if e.overflowing)
-    whole: Iterable[Any] = tokenizer(texts, pairs, truncation=False, return_attention_mask=False)["input_ids"]
+    whole: Iterable[Any] = _tokenize(tokenizer, texts, pairs, truncation=False)["input_ids"]
     return sum(1 for ids in whole if len(ids) > length)

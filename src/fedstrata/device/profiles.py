@@ -64,7 +64,9 @@ def build_fleet(devices: Mapping[str, int], num_examples: Mapping[str, int]) -> 
     if sum(devices.values()) != len(num_examples):
         problems.append(f"{sum(devices.values())} devices for {len(num_examples)} clients")
     if problems:
-        raise PlanError("\n".join(["The fleet cannot be built", *(f"  - {p}" for p in problems)]))
+        raise PlanError(
+            "\n".join(["The fleet cannot be built", *(f"  - {p}" for p in problems)]), where="simulation.devices"
+        )
     kinds = [kind for kind, count in devices.items() for _ in range(count)]
     members = zip(sorted(num_examples), kinds, strict=True)
     return Fleet(tuple(Client(client, device_profile(kind), num_examples[client]) for client, kind in members))

@@ -10,6 +10,8 @@ from fedstrata.errors import FedstrataError, RunFolderError
 from fedstrata.record.clients import ClientStates
 from fedstrata.record.failure import ClientFailure
 
+_MAX_DETAIL = 4000
+
 
 class LocalEngine:
     """Runs every task here and now.
@@ -42,5 +44,6 @@ def run_one(
         raise
     except Exception as error:
         detail = str(error) if isinstance(error, FedstrataError) else f"{type(error).__name__}: {error}"
-        return ClientFailure(client, server_round, "exception", detail)
+        readable = detail.encode(errors="replace").decode()[:_MAX_DETAIL]  # a file name may hold what is no text
+        return ClientFailure(client, server_round, "exception", readable)
     return reply

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fedstrata.core.shape import global_layout
 from fedstrata.core.tensors import EMBEDDINGS, HEAD, Layout, NamedTensors, Stratum
 from fedstrata.data.load import SplitData, length_notes, split_data
 from fedstrata.device.profiles import build_fleet
+from fedstrata.errors import ConfigError
 from fedstrata.experiment.contradictions import has_validation
 from fedstrata.experiment.methods import build_downlink, build_method
 from fedstrata.experiment.spec import ExperimentSpec
@@ -22,6 +24,7 @@ from fedstrata.method import METHODS, Method
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.clients import FolderStates
 from fedstrata.server.setup import POOLED_CLIENT, RoundSetup
+from fedstrata.server.tasks import plan_round
 from fedstrata.train.adapter_folder import load_adapter, save_adapter
 from fedstrata.train.lora import AdaptedModel
 from fedstrata.train.model import LoadedModel, load_model
@@ -91,15 +94,16 @@ def build(spec: ExperimentSpec, base_dir: Path, watch: Watch) -> Built:
     setup = make_setup(spec, method, loaded, data)
     adapted = AdaptedModel(loaded, spec.adapter)
     train_indices = {c: s.train for c, s in data.splits.clients.items()}
+    validation_indices = {c: s.validation for c, s in data.splits.clients.items()}
     if method.topology == "pooled":
-        train_indices = {POOLED_CLIENT: np.sort(np.concatenate(list(train_indices.values())))}
+        train_indices, validation_indices = _pooled(train_indices), _pooled(validation_indices)
     trainer = TorchTrainer(
         adapted,
         setup.layout,
         setup.scaling,
         dataset,
         train_indices=train_indices,
-        validation_indices={c: s.validation for c, s in data.splits.clients.items()},
+        validation_indices=validation_indices,
         splits={"server_validation": data.splits.server_validation, "test": data.splits.test},
         seed=spec.run.seed,
         threads=spec.compute.threads_per_client,
@@ -111,11 +115,20 @@ def build(spec: ExperimentSpec, base_dir: Path, watch: Watch) -> Built:
         planner=method.planner.init(setup.shape, setup.workers),
         selector=method.selector.init(),
     )
+    plan_round(setup, initial)  # a plan that cannot be carried out is refused before anything is written
     personal = bool(setup.local_strata)
+    if personal and spec.run.keep == "best":
+        raise ConfigError(
+            'run.keep = "best", but every client ends with a model of its own', where="run.keep", do='keep = "last"'
+        )
     keep = spec.run.keep or ("best" if has_validation(spec) and not personal else "last")
     info = describe(spec, setup, loaded, data) | {"notes": notes}
     info["data"]["sha256"]["tokens"] = dataset.sha256
     return Built(spec, METHODS.find(spec.method.name).name, setup, trainer, initial, keep, info)
+
+
+def _pooled(per_client: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {POOLED_CLIENT: np.sort(np.concatenate(list(per_client.values())))}
 
 
 def read_data(spec: ExperimentSpec, base_dir: Path) -> SplitData:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fedstrata.errors import ConfigError
+from fedstrata.device.profiles import profile_names
+from fedstrata.errors import ConfigError, did_you_mean
 from fedstrata.experiment.methods import build_downlink, build_method
 from fedstrata.experiment.spec import ExperimentSpec
 
@@ -16,7 +17,7 @@ _PARTITION_KEYS = {
 def find_contradictions(spec: ExperimentSpec) -> list[str]:
     """Every contradiction within one spec, each in one sentence with its place."""
     problems: list[str] = []
-    train, rounds, adapter = spec.train, spec.rounds, spec.adapter
+    train, adapter = spec.train, spec.adapter
     if train.local_steps is not None and train.local_epochs is not None:
         problems.append("train.local_steps and train.local_epochs are both set: keep one")
     if adapter.kind == "full":
@@ -27,16 +28,29 @@ def find_contradictions(spec: ExperimentSpec) -> list[str]:
         if key in spec.simulation.partition.model_fields_set and kind not in kinds:
             users = ", ".join(sorted(kinds))
             problems.append(f'simulation.partition.{key} is set, but kind = "{kind}" does not use it (used by {users})')
-    if not spec.simulation.devices or any(n < 1 for n in spec.simulation.devices.values()):
-        problems.append("simulation.devices: every kind needs at least one client")
-    fleet = sum(spec.simulation.devices.values())
+    if train.local_steps == 0:
+        problems.append("train.local_steps = 0: nobody would train anything")
+    problems.extend(_fleet(spec))
+    problems.extend(_validation(spec))
+    problems.extend(_method(spec))
+    return problems
+
+
+def _fleet(spec: ExperimentSpec) -> list[str]:
+    devices, rounds = spec.simulation.devices, spec.rounds
+    problems = [
+        f'simulation.devices: unknown device kind "{kind}"; {did_you_mean(kind, profile_names())}'
+        for kind in devices
+        if kind not in profile_names()
+    ]
+    if not devices or any(n < 1 for n in devices.values()):
+        return [*problems, "simulation.devices: at least one kind, and at least one client of every kind"]
+    fleet = sum(devices.values())
     cohort = rounds.clients_per_round or fleet
     if cohort > fleet:
         problems.append(f"rounds.clients_per_round = {cohort}, but simulation.devices has {fleet} clients")
-    if rounds.min_replies > min(cohort, fleet):
-        problems.append(f"rounds.min_replies = {rounds.min_replies}, but a round invites {min(cohort, fleet)} clients")
-    problems.extend(_validation(spec))
-    problems.extend(_method(spec))
+    elif rounds.min_replies > cohort:
+        problems.append(f"rounds.min_replies = {rounds.min_replies}, but a round invites {cohort} clients")
     return problems
 
 
@@ -53,6 +67,8 @@ def _validation(spec: ExperimentSpec) -> list[str]:
         why = f'data.{key} is 0 and eval.on = "{spec.eval.on}", so nothing can be validated'
         if spec.run.keep == "best":
             problems.append(f'run.keep = "best", but {why}')
+        if spec.eval.on == "clients":
+            problems.append(f"nobody could validate: {why}")
         if spec.rounds.patience is not None or spec.rounds.target is not None:
             problems.append(f"rounds.patience or rounds.target is set, but {why}")
     elif spec.run.keep == "best" and spec.eval.every > spec.rounds.count:

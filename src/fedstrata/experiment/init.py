@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from fedstrata.data.guess import guess_experiment
-from fedstrata.data.render import render_experiment
+from fedstrata.data.render import explain, render_experiment
 from fedstrata.errors import ConfigError
 from fedstrata.experiment.load import check_spec, read_toml_text, resolved
 from fedstrata.experiment.quickstart import quickstart_path
@@ -16,7 +17,9 @@ from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.record.files import atomic_write
 
 
-def write_experiment(data: Path | None, out: Path | None, *, full: bool, force: bool) -> dict[str, Any]:
+def write_experiment(
+    data: Path | None, out: Path | None, *, full: bool, force: bool, columns: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Writes an experiment file.
 
     Args:
@@ -24,6 +27,7 @@ def write_experiment(data: Path | None, out: Path | None, *, full: bool, force: 
         out: The file to write; named after the data where None.
         full: Write every key with its default instead of the commented short form.
         force: Replace an existing file.
+        columns: Columns by role that need no guess.
 
     Returns:
         `path`, and `reasons`: what was guessed and why.
@@ -32,23 +36,29 @@ def write_experiment(data: Path | None, out: Path | None, *, full: bool, force: 
         ConfigError: If the file exists.
         DataError: If the data cannot be used.
     """
-    path = out or Path(f"{data.stem if data else 'experiment'}.toml")
+    if data is None and columns:
+        raise ConfigError("--column says what a column of the data holds", got="no --data")
+    guess = guess_experiment(data, columns) if data is not None else None
+    path = out or Path(f"{_stem(data) if data is not None else 'experiment'}.toml")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder", expected="a file to write, e.g. --out reviews.toml")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists", do="choose another name with --out, or replace it with --force")
-    reasons: list[str] = []
-    if data is None:
-        text = quickstart_path().read_text(encoding="utf-8")
+    if guess is None:
+        text, reasons = quickstart_path().read_text(encoding="utf-8"), ["a copy of the quick start's experiment"]
     else:
-        guess = guess_experiment(data)
-        text = render_experiment(guess, folder=path.resolve().parent)
-        reasons = [
-            line.lstrip("# ") for line in text.splitlines() if line.startswith(("# Guessed", "# Read as", "# Note"))
-        ]
+        text, reasons = render_experiment(guess, folder=path.resolve().parent), explain(guess)
     spec = check_spec(read_toml_text(text, str(path)), where=str(path))
     if full:
         text = _every_key(spec)
     atomic_write(path, text.encode())
     return {"path": str(path), "reasons": reasons}
+
+
+def _stem(data: Path) -> str:
+    """The data's name without the ending of a file."""
+    path = data.resolve()
+    return (path.name if path.is_dir() else path.stem) or "experiment"
 
 
 def _every_key(spec: ExperimentSpec) -> str:

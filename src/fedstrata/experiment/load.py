@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from fedstrata.errors import ConfigError, did_you_mean
+from fedstrata.errors import ConfigError
 from fedstrata.experiment.contradictions import find_contradictions
+from fedstrata.experiment.mistakes import describe_mistake, has_no_size, not_finite, other_types, shown
 from fedstrata.experiment.spec import ExperimentSpec
-from fedstrata.record.files import read_json
+from fedstrata.experiment.stored import read_run_record, require_keys
 
 Overrides = Iterable[str] | Mapping[str, Any]
 
@@ -42,11 +44,15 @@ def load_spec(source: Path | str | Mapping[str, Any], overrides: Overrides = ())
 
 def check_spec(values: Mapping[str, Any], *, where: str) -> ExperimentSpec:
     """The spec of these values, or one `ConfigError` with all mistakes."""
+    problems = list(not_finite(values))
     try:
         spec = ExperimentSpec.model_validate(values)
     except ValidationError as error:
-        problems = [_describe(e) for e in error.errors()]
+        problems += dict.fromkeys(describe_mistake(e) for e in error.errors() if not has_no_size(e["input"]))
         raise ConfigError("The experiment cannot be read", problems=problems, where=where) from error
+    problems += other_types(values, spec)
+    if problems:
+        raise ConfigError("The experiment cannot be read", problems=problems, where=where)
     problems = find_contradictions(spec)
     if problems:
         raise ConfigError("The experiment contradicts itself", problems=problems, where=where)
@@ -93,7 +99,9 @@ def _overridden(values: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
         for i, part in enumerate(parts[:-1]):
             inner = table.get(part) or {}
             if not isinstance(inner, Mapping):
-                raise ConfigError(f"{'.'.join(parts[: i + 1])} is a value, not a table", where=f"override of {key}")
+                raise ConfigError(
+                    f"{'.'.join(parts[: i + 1])} is a value, not a table", where=f"override of {key}", got=shown(inner)
+                )
             table[part] = table = dict(inner)
         table[parts[-1]] = value
     return values
@@ -111,34 +119,21 @@ def _parse_override(text: str) -> tuple[str, Any]:
         return key, right
 
 
-def _describe(error: Any) -> str:
-    loc = [str(part) for part in error["loc"]]
-    place = ".".join(loc)
-    if error["type"] == "extra_forbidden":
-        table = _table(loc[:-1])
-        known = list(table.model_fields) if table else []
-        return f"{place}: unknown key; {did_you_mean(loc[-1], known)}"
-    return f"{place}: {error['msg'][0].lower()}{error['msg'][1:]} (got {error['input']!r})"
-
-
-def _table(loc: list[str]) -> type[BaseModel] | None:
-    table: type[BaseModel] | None = ExperimentSpec
-    for part in loc:
-        annotation = table.model_fields[part].annotation if table and part in table.model_fields else None
-        table = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-    return table
-
-
 def _safe_name(stem: str) -> str:
-    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in stem).lstrip("._-")
-    return name or "experiment"
+    """A name for the run folder that every file system and shell takes."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-") or "experiment"
 
 
 def respec(folder: Path, overrides: Overrides = ()) -> tuple[ExperimentSpec, Path]:
-    """The spec that a run folder was begun with, changed by overrides, and the folder of its relative paths."""
-    record = read_json(folder / "run.json")
+    """The spec that a run folder was begun with, changed by overrides, and the folder of its relative paths.
+
+    Raises:
+        ConfigError: With every mistake in the overrides.
+        RunFolderError: If the folder is no run folder, or is damaged.
+    """
+    record = read_run_record(folder)
+    require_keys(record, {"measured.base_dir": str, "measured.environment": dict}, str(folder / "run.json"))
     # What equals the default counts as not written, or the check for contradicting keys would see it as set.
     values = ExperimentSpec.model_validate(record["spec"]).model_dump(mode="json", exclude_defaults=True)
-    return check_spec(_overridden(values, overrides), where=str(folder / "run.json")), Path(
-        record["measured"]["base_dir"]
-    )
+    spec = check_spec(_overridden(values, overrides), where=str(folder / "run.json"))
+    return spec, Path(record["measured"]["base_dir"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from fedstrata.core.units import format_bytes
 from fedstrata.experiment.watch import Watch
@@ -19,6 +21,9 @@ from fedstrata.record.checkpoint import ServerState
 
 if TYPE_CHECKING:
     from fedstrata.experiment.build import Built
+
+
+_HINT = "Ctrl-C stops after this round"
 
 
 class RunDisplay(Watch):
@@ -33,13 +38,15 @@ class RunDisplay(Watch):
         self._live: Live | None = None
         self._progress = Progress(
             TextColumn("[bold]round {task.fields[now]}/{task.fields[rounds]}"),
-            BarColumn(bar_width=30),
+            BarColumn(bar_width=24),
             TextColumn("{task.percentage:>3.0f} %"),
-            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            TimeRemainingColumn(compact=True),
+            TextColumn("left"),
             console=console,
         )
         self._task: TaskID | None = None
         self._blocks = 0
+        self._rounds = 0
         self._cohort: dict[str, dict[str, Any]] = {}
         self._devices: dict[str, str] = {}
         self._last: Mapping[str, Any] = {}
@@ -58,11 +65,12 @@ class RunDisplay(Watch):
 
     def step(self, what: str) -> None:
         """One dim line."""
-        self._console.print(f"[dim]· {what}[/dim]", highlight=False)
+        self._console.print(Text(f"· {what}", style="dim"), soft_wrap=not self._console.is_terminal)
 
     def note(self, text: str) -> None:
         """One line."""
-        self._console.print(f"[yellow]note[/yellow] {text}", highlight=False)
+        line = Text("note ", style="yellow") + Text(text, style="default")
+        self._console.print(line, soft_wrap=not self._console.is_terminal)
 
     def start(self, built: Built, state: ServerState) -> None:
         """Opens the display."""
@@ -70,8 +78,10 @@ class RunDisplay(Watch):
         size = min(setup.clients_per_round or len(setup.workers), len(setup.workers))
         self._blocks = setup.shape.num_blocks
         self._devices = {c.id: c.device.name for c in setup.workers.clients}
-        rounds = setup.num_rounds
+        rounds = self._rounds = setup.num_rounds
         self._bytes = {d: int(state.totals.get(d, {}).get("total", 0)) for d in self._bytes}
+        if state.validation:
+            self._last = {"metrics": {"validation": state.validation[-1]}}
         if state.server_round:
             self.note(f"going on after round {state.server_round}")
         self._task = self._progress.add_task(
@@ -96,7 +106,8 @@ class RunDisplay(Watch):
         for direction in self._bytes:
             self._bytes[direction] += record["bytes"][direction]["total"]
         if record["failure"]:
-            self.note(f"client {record['client']} failed: {record['failure']['detail'].splitlines()[0]}")
+            reason = next(iter(record["failure"]["detail"].splitlines()), record["failure"]["reason"])
+            self.note(f"client {record['client']} failed: {reason}")
         for warning in record["warnings"]:
             self.note(f"client {record['client']}: {warning}")
         if self._task is not None:
@@ -107,7 +118,8 @@ class RunDisplay(Watch):
         """One line per round where there is no live display."""
         self._last = record
         if self._live is None:
-            self._console.print(f"round {record['server_round']}: {self._figures()}", highlight=False, soft_wrap=True)
+            line = f"round {record['server_round']}/{self._rounds}: {self._figures()}"
+            self._console.print(Text(line), soft_wrap=True)
         self._refresh()
 
     def interrupted(self) -> None:
@@ -130,7 +142,10 @@ class RunDisplay(Watch):
 
     def already_finished(self, folder: Path) -> None:
         """Says so."""
-        self.note(f"{folder} is already finished; --fresh runs it anew")
+        self.note(
+            f"{folder} is already finished; the same command with --fresh runs it anew, "
+            f"`fedstrata run --resume {shlex.quote(str(folder))} --set rounds.count=N` trains further"
+        )
 
     def _mark_next(self) -> None:
         for entry in self._cohort.values():
@@ -144,19 +159,20 @@ class RunDisplay(Watch):
             self._live.update(self._view())
 
     def _view(self) -> Group:
-        table = Table(box=None, padding=(0, 2), show_edge=False)
-        for name in ("client", "device", "blocks it trains", "", "loss", ""):
-            table.add_column(name, style="dim" if name == "device" else "", header_style="dim")
+        table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
+        for name in ("client", "device", "trains", "", "loss", ""):
+            style = "dim" if name == "device" else ""
+            table.add_column(name, style=style, header_style="dim", no_wrap=name != "device", overflow="fold")
         for client, entry in list(self._cohort.items())[:16]:
             blocks = set(entry["blocks"])
             bar = "".join("█" if b in blocks else "░" for b in range(self._blocks)) if self._blocks <= 40 else ""
             loss = f"{entry['loss']:.3f}" if entry["loss"] is not None else ""
-            count = f"{len(blocks)} of {self._blocks}"
-            table.add_row(client, self._devices.get(client, ""), f"[cyan]{bar}[/cyan]", count, loss, entry["state"])
-        parts: list[Any] = [self._progress, f"[bold]{self._figures()}[/bold]", table]
-        if self._message:
-            parts.append(f"[yellow]{self._message}[/yellow]")
-        return Group(*parts)
+            count = f"{len(blocks)} of {self._blocks} blocks"
+            device = Text(self._devices.get(client, ""))
+            table.add_row(Text(client), device, f"[cyan]{bar}[/cyan]", count, loss, entry["state"])
+        # The last line always stands there: a display that grows while the terminal echoes ^C leaves a line behind.
+        message = Text(self._message, style="yellow") if self._message else Text(_HINT, style="dim")
+        return Group(self._progress, Text(self._figures(), style="bold"), table, message)
 
     def _figures(self) -> str:
         parts = []

@@ -57,7 +57,7 @@ def asset_action(action: str, name: str | None) -> list[dict[str, Any]]:
             "installed": locate_asset(a.name) is not None,
             "verified": action == "verify",
             "description": a.description,
-            "licence": a.license,
+            "license": a.license,
             "size_bytes": a.size_bytes,
             "command": a.install_command,
         }

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from fedstrata.client import Score
-from fedstrata.core.wire import SectionBytes
+from fedstrata.errors import RoundError
 from fedstrata.experiment.build import Built
 from fedstrata.experiment.contradictions import has_validation
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.record.checkpoint import ServerState
-from fedstrata.server.evaluate import Split, evaluate_on_clients
+from fedstrata.server.evaluate import ClientScores, KeepPayload, Split, drop_payload, evaluate_on_clients
 from fedstrata.server.setup import Engine
 
 
@@ -34,9 +34,19 @@ def server_metrics(score: Score) -> dict[str, float]:
 def client_metrics(per_client: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Metrics over all clients' examples together, and how they spread over clients.
 
-    `worst` is the mean accuracy of the worst tenth of the clients (at least one).
+    `worst_clients_accuracy` is the mean accuracy of the worst tenth of the clients (at least one).
+
+    Raises:
+        RoundError: If no client has a result.
     """
     scored = [s for s in per_client.values() if s["num_examples"]]
+    if not scored:
+        raise RoundError(
+            "No client could evaluate the model",
+            expected="at least one client with examples for it",
+            got=f"{len(per_client)} answers, none of them with an example",
+            do="give clients examples to validate on (data.client_validation_fraction), or evaluate on the server",
+        )
     pooled = metrics({k: sum(s[k] for s in scored) for k in ("num_examples", "loss_sum", "num_correct")})
     accuracies = sorted(s["num_correct"] / s["num_examples"] for s in scored)
     worst = accuracies[: max(1, len(accuracies) // 10)]
@@ -47,21 +57,25 @@ def client_metrics(per_client: Mapping[str, Mapping[str, float]]) -> dict[str, f
     }
 
 
-def validate(built: Built, state: ServerState, record: dict[str, Any], engine: Engine) -> ServerState:
-    """Adds this round's validation to the state and the record, where one is due."""
+def validate(
+    built: Built, state: ServerState, record: dict[str, Any], engine: Engine, keep: KeepPayload = drop_payload
+) -> ServerState:
+    """Adds this round's validation to the state and the record, where one is due.
+
+    Raises:
+        RoundError: If clients evaluate and none of them could.
+    """
     spec = built.spec
     if state.server_round % spec.eval.every or not has_validation(spec):
         return state
     if spec.eval.on == "clients" or built.is_personal:
         split: Split = "client_validation" if spec.eval.on == "clients" else "server_validation"
         asked = record["cohort"] if built.is_personal else built.setup.workers.ids
-        scores = evaluate_on_clients(built.setup, state, engine, split, asked)
+        scores = evaluate_on_clients(built.setup, state, engine, split, asked, keep)
         known = dict(state.personal) | scores.sums if built.is_personal else scores.sums
         values = client_metrics(known)
         state = replace(state, personal=dict(sorted(known.items())) if built.is_personal else {})
-        if spec.eval.on == "clients":
-            state = _count(state, record, scores.downlink, scores.uplink)
-        record["failures"] = record["failures"] + [f.to_json() for f in scores.failures]
+        state = _count(state, record, scores, bytes_too=spec.eval.on == "clients")
     else:
         values = server_metrics(built.trainer.score(state.tensors, "server_validation"))
     record["metrics"] = {"validation": values}
@@ -94,11 +108,15 @@ def _beats(spec: ExperimentSpec, value: float, other: float) -> bool:
     return value < other if spec.eval.metric == "loss" else value > other
 
 
-def _count(state: ServerState, record: dict[str, Any], down: SectionBytes, up: SectionBytes) -> ServerState:
-    """Puts the bytes of an evaluation into the record and the ledger."""
-    totals = {k: dict(v) if isinstance(v, Mapping) else v for k, v in state.totals.items()}
-    record["evaluation_bytes"] = {"downlink": down.to_json(), "uplink": up.to_json()}
-    for direction, sections in (("downlink", down), ("uplink", up)):
-        for key, value in sections.to_json().items():
-            totals[direction][key] += value
+def _count(state: ServerState, record: dict[str, Any], scores: ClientScores, *, bytes_too: bool) -> ServerState:
+    """Puts the failures of an evaluation, and its bytes, into the record and the ledger."""
+    totals: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in state.totals.items()}
+    record["failures"] = record["failures"] + [f.to_json() for f in scores.failures]
+    totals["num_client_failures"] += len(scores.failures)
+    if bytes_too:
+        sent = {"downlink": scores.downlink.to_json(), "uplink": scores.uplink.to_json()}
+        record["evaluation_bytes"] = sent
+        for direction, sections in sent.items():
+            for key, value in sections.items():
+                totals[direction][key] += value
     return replace(state, totals=totals)

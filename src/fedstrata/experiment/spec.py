@@ -66,7 +66,7 @@ class EvalConfig(_Table):
     """`[eval]`: the validation that selects, and the test that is read once."""
 
     metric: Literal["accuracy", "loss"] = Field(default="accuracy", description="Metric that selects the best round.")
-    every: int = Field(default=1, ge=1, description="Validate every so many rounds (and after the last).")
+    every: int = Field(default=1, ge=1, description="Validate after every so many rounds.")
     on: Literal["server", "clients"] = Field(
         default="server",
         description="Who owns the validation examples: the server, or the clients (sums and counts only).",
@@ -89,7 +89,10 @@ class ComputeConfig(_Table):
     """`[compute]`: part of the spec because results depend on it."""
 
     threads_per_client: int = Field(
-        default=1, ge=1, description="CPU threads for training and evaluating; results are equal only at equal threads."
+        default=1,
+        ge=1,
+        le=256,
+        description="CPU threads for training and evaluating; results are equal only at equal threads.",
     )
 
 

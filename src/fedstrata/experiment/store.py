@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from fedstrata.core.wire import Bytes, canonical_json
 from fedstrata.errors import RunFolderError
+from fedstrata.experiment.stored import require_keys
 from fedstrata.record.checkpoint import ServerState, load_checkpoint, save_checkpoint
 from fedstrata.record.files import (
     TEMPORARY_SUFFIX,
@@ -20,11 +22,13 @@ from fedstrata.record.files import (
     keep_lines,
     plain_os_errors,
     read_json,
+    read_lines,
     remove_leftovers,
     write_json,
 )
 
 SCHEMA_VERSION = 1
+LOCK_FILE = ".lock"
 FINISHED = ("success", "stopped early")
 
 
@@ -48,7 +52,7 @@ def resume_hash(resolved_spec: Mapping[str, Any]) -> str:
     if resolved_spec["train"]["schedule"] == "constant":
         rounds.pop("count")
     for key in ("patience", "target"):
-        rounds.pop(key)
+        rounds.pop(key, None)
     return spec_hash({**resolved_spec, "rounds": rounds})
 
 
@@ -73,7 +77,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = FileLock(path / ".lock")
+        self._lock = FileLock(path / LOCK_FILE)
 
     @property
     def run_file(self) -> Path:
@@ -118,14 +122,18 @@ class RunFolder:
                 raise RunFolderError(f"Another process is at work in {self.path}", do="wait for it") from error
 
     def unlock(self) -> None:
-        """Lets others in."""
+        """Lets others in; a folder in which nothing was begun goes again."""
         self._lock.release()
+        if self.path.is_dir() and [p.name for p in self.path.iterdir()] == [LOCK_FILE]:
+            with suppress(OSError):
+                (self.path / LOCK_FILE).unlink()
+                self.path.rmdir()
 
     def clear(self) -> None:
-        """Deletes an earlier run, for `--fresh`."""
+        """Deletes an earlier run, for `--fresh`; its `run.json` last, so that a kill leaves a run folder."""
         with plain_os_errors(self.path):
-            for path in self.path.iterdir():
-                if path.name == ".lock":
+            for path in sorted(self.path.iterdir(), key=lambda p: (p == self.run_file, p.name)):
+                if path.name == LOCK_FILE:
                     continue
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -135,6 +143,17 @@ class RunFolder:
     def write_run(self, record: Mapping[str, Any]) -> None:
         """Writes `run.json`."""
         write_json(self.run_file, record)
+
+    def reopen(self, record: Mapping[str, Any]) -> None:
+        """Makes a run that ended one that goes on; its summary no longer holds."""
+        if read_json(self.run_file) != record:
+            self.write_run(record)
+        with plain_os_errors(self.path):
+            self.summary_file.unlink(missing_ok=True)
+
+    def num_finished_rounds(self) -> int:
+        """Rounds that count."""
+        return load_checkpoint(self.checkpoint_file)[0].server_round if self.checkpoint_file.exists() else 0
 
     def set_status(self, status: str, **measured: Any) -> None:
         """Changes the status in `run.json` and adds to its measured part."""
@@ -156,6 +175,9 @@ class RunFolder:
                 )
         keep_lines(self.path / "rounds.jsonl", state.server_round if state else 0)
         keep_lines(self.path / "clients.jsonl", state.totals["num_client_records"] if state else 0)
+        for number, record in enumerate(read_lines(self.path / "rounds.jsonl"), 1):
+            where = f"{self.path / 'rounds.jsonl'} line {number}"
+            require_keys(record, {"server_round": int, "measured.wall_s": float, "measured.train_s": float}, where)
         return state
 
     def append(self, round_record: dict[str, Any], client_records: list[dict[str, Any]]) -> None:
@@ -174,4 +196,4 @@ class RunFolder:
 
 def _is_foreign(path: Path) -> bool:
     """Whether a file in a folder without `run.json` is not one that a kill at the very start leaves."""
-    return path.name != ".lock" and not path.name.endswith(TEMPORARY_SUFFIX)
+    return path.name != LOCK_FILE and not path.name.endswith(TEMPORARY_SUFFIX)

@@ -18,7 +18,8 @@ def refuse(planner: str, problems: Iterable[str]) -> None:
     """Raises one `PlanError` with all mistakes, if there are any."""
     found = list(problems)
     if found:
-        raise PlanError("\n".join([f'The plan "{planner}" cannot be carried out', *(f"  - {p}" for p in found)]))
+        lines = [f'The plan "{planner}" cannot be carried out', *(f"  - {p}" for p in found)]
+        raise PlanError("\n".join(lines), where="[method] or [plan]")
 
 
 def count_problems(name: str, count: int, shape: ModelShape) -> list[str]:

@@ -61,7 +61,7 @@ def check_round_plan(plan: RoundPlan, context: PlanContext) -> None:
         raise PlanError("\n".join(lines))
     if not any(p.strata for p in plan.clients):
         raise PlanError(
-            "nobody would train anything",
+            "Nobody would train anything",
             where=f"the plan of round {context.server_round}",
             do="give at least one client a block, or train the head",
         )

@@ -74,9 +74,9 @@ def load_checkpoint(path: Path) -> tuple[ServerState, str]:
         document = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_KEY])
         rest = document["state"]
         rest["validation"] = tuple(rest["validation"])
-        state = ServerState(tensors=tensors, **rest)
+        state, spec_hash = ServerState(tensors=tensors, **rest), str(document["spec_hash"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(
             f"{path} cannot be read", got=f"{type(error).__name__}: {error}", do="start anew with --fresh"
         ) from error
-    return state, str(document["spec_hash"])
+    return state, spec_hash

@@ -28,7 +28,8 @@ class ClientStates(Protocol):
 class FolderStates:
     """Client states as files `<folder>/<client>/<round>.state`.
 
-    A client without state (the usual case) leaves no file.
+    A client that never had a state (the usual case) leaves no file; one that had has a file, perhaps an empty one, for
+    its accepted round and for the round after it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,13 +56,15 @@ class FolderStates:
     def write(self, client: str, accepted_round: int, server_round: int, state: Bytes) -> None:
         """Keeps the new state and the accepted one."""
         folder = self._of(client)
-        if state:
-            atomic_write(folder / f"{server_round}.state", state)
-        if folder.exists():
-            keep = {f"{accepted_round}.state", f"{server_round}.state"}
-            for path in folder.iterdir():
-                if path.name not in keep:
-                    path.unlink(missing_ok=True)
+        if not state and not folder.exists():
+            return
+        accepted, new = folder / f"{accepted_round}.state", folder / f"{server_round}.state"
+        if accepted_round and not accepted.exists():  # until now there was nothing to keep
+            atomic_write(accepted, b"")
+        atomic_write(new, state)
+        for path in list(folder.iterdir()):
+            if path.name not in (accepted.name, new.name):
+                path.unlink(missing_ok=True)
 
     def _of(self, client: str) -> Path:
         return self.folder / quote(client, safe="")

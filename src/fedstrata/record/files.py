@@ -14,6 +14,7 @@ from fedstrata.core.wire import Bytes
 from fedstrata.errors import RunFolderError
 
 TEMPORARY_SUFFIX = ".partial"
+_ASIDE = ".old" + TEMPORARY_SUFFIX
 NEWLINE = b"\n"
 
 
@@ -49,10 +50,10 @@ def atomic_write(path: Path, data: Bytes) -> None:
 def replace_folder(new: Path, target: Path) -> None:
     """Puts the finished folder `new` in the place of `target`.
 
-    A kill in between leaves the old folder aside; `remove_leftovers` cleans up, and the caller writes again.
+    A kill in between leaves the old folder aside; `remove_leftovers` puts it back.
     """
     with plain_os_errors(target):
-        aside = target.with_name(target.name + ".old" + TEMPORARY_SUFFIX)
+        aside = target.with_name(target.name + _ASIDE)
         if aside.exists():
             shutil.rmtree(aside)
         if target.exists():
@@ -64,12 +65,16 @@ def replace_folder(new: Path, target: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Deletes what an interrupted write left beside the files of `folder`."""
-    for path in folder.rglob("*" + TEMPORARY_SUFFIX):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    """Deletes what an interrupted write left beside the files of `folder`; a folder that was put aside comes back."""
+    with plain_os_errors(folder):
+        for path in sorted(folder.rglob("*" + TEMPORARY_SUFFIX)):
+            target = path.with_name(path.name.removesuffix(_ASIDE))
+            if path.name.endswith(_ASIDE) and path.is_dir() and not target.exists():
+                path.replace(target)
+            elif path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -86,11 +91,14 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise RunFolderError(f"{path} is missing", do="name a run folder that `fedstrata run` wrote") from error
+        raise RunFolderError(
+            f"{path} is missing", do="name a folder that `fedstrata run` wrote, or restore the file"
+        ) from error
     except (OSError, ValueError) as error:
-        raise RunFolderError(f"{path} cannot be read", got=str(error)) from error
+        raise RunFolderError(f"{path} cannot be read", got=str(error), do="restore the file, or run anew") from error
     if not isinstance(value, dict):
-        raise RunFolderError(f"{path} is not a record", expected="a JSON object", got=type(value).__name__)
+        kind = type(value).__name__
+        raise RunFolderError(f"{path} is damaged", expected="a JSON object", got=kind, do="restore it, or run anew")
     return value
 
 
@@ -104,11 +112,18 @@ def append_lines(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file; a last line that was cut by a kill is left out."""
+    """The records of a JSON-lines file; a last line that was cut by a kill is left out.
+
+    Raises:
+        RunFolderError: If the file or one of its lines cannot be read.
+    """
     if not path.exists():
         return []
-    lines = path.read_bytes().split(NEWLINE)
-    return [json.loads(line) for line in lines[:-1]]
+    try:
+        lines = path.read_bytes().split(NEWLINE)
+        return [json.loads(line) for line in lines[:-1]]
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path} cannot be read", got=str(error)) from error
 
 
 def keep_lines(path: Path, count: int) -> None:

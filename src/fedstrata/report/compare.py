@@ -15,7 +15,7 @@ from safetensors.numpy import load
 from fedstrata.errors import RunFolderError
 from fedstrata.record.checkpoint import load_checkpoint
 from fedstrata.record.files import TEMPORARY_SUFFIX, read_json
-from fedstrata.report.stored import CLIENTS_FILE, ROUNDS_FILE, RUN_FILE, SUMMARY_FILE, read_records, read_run
+from fedstrata.report.stored import CLIENTS_FILE, ROUNDS_FILE, RUN_FILE, SUMMARY_FILE, read_any_records, read_any_run
 
 MAX_LINES = 50
 _MAX_LINES_PER_PART = 8
@@ -46,7 +46,7 @@ def compare_runs(first: Path, second: Path) -> list[str]:
         RunFolderError: If one of them is not a run folder, or its records are damaged.
     """
     for folder in (first, second):
-        read_run(folder)
+        read_any_run(folder)
     found = {name: list(_file(first, second, name)) for name in _FILES}
     found |= {name + "/": list(_folder(first, second, name)) for name in _FOLDERS}
     return _shortened(found)
@@ -81,7 +81,7 @@ def _file(first: Path, second: Path, name: str) -> Iterator[str]:
     if name.endswith(".json"):
         yield from (f"{name}: {line}" for line in _values(read_json(a), read_json(b), _IGNORED[name]))
         return
-    left, right = read_records(a), read_records(b)
+    left, right = read_any_records(a), read_any_records(b)
     if len(left) != len(right):
         yield f"{name}: {len(left)} lines != {len(right)} lines"
     for number, (one, other) in enumerate(zip(left, right, strict=False), start=1):

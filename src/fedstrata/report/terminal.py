@@ -20,6 +20,7 @@ from fedstrata.report.summary import headline, next_steps, summary_rows
 
 _BAR_WIDTH = 20
 _WIDEST_BLOCK_BAR = 12
+_NARROW = 72
 _METHOD_COLUMNS = {
     "exact": "exact mean",
     "unequal_ranks": "unequal ranks",
@@ -125,7 +126,7 @@ def print_assets(rows: Iterable[Mapping[str, Any]]) -> None:
         about = [
             ("", row["description"]),
             ("package", f"{row['requirement']}, about {format_bytes(row['size_bytes'])}"),
-            ("license", row["licence"]),
+            ("license", row["license"]),
         ]
         console.print(_pairs(about))
         if not row["installed"]:
@@ -141,7 +142,8 @@ def _plan_table(console: Console, table: Mapping[str, Any]) -> Table:
     has_ranks = table["max_rank"] > 0
     rank = ["rank"] if has_ranks else []
     numbers = ("texts", *rank, "steps", "down", "up", "time")
-    out = _table(["client", "device", "texts", "blocks", *rank, "steps", "down", "up", "time"], whole=numbers)
+    device = ["device"] if console.width >= _NARROW else []
+    out = _table(["client", *device, "texts", "blocks", *rank, "steps", "down", "up", "time"], whole=numbers)
     for c in clients:
         blocks = set(c["blocks"])
         count = f"{len(blocks)}/{num_blocks}"
@@ -156,7 +158,7 @@ def _plan_table(console: Console, table: Mapping[str, Any]) -> Table:
         cells = [str(c["steps"]), *sizes, format_seconds(c["predicted_s"])]
         out.add_row(
             Text(c["client"]),
-            Text(c["device"], style="dim"),
+            *(Text(c[key], style="dim") for key in device),
             str(c["num_examples"]),
             where,
             *([spread] if has_ranks else []),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from fedstrata.core.tensors import HEAD, Stratum
 from fedstrata.core.wire import REPLY, Bytes, SectionBytes, frame_sections, unpack_frame
 from fedstrata.errors import PayloadError
-from fedstrata.message import Task, pack_task, rank_keys, reply_header
+from fedstrata.message import Reply, Task, pack_task, rank_keys, reply_header
 from fedstrata.plan.base import ClientPlan
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.failure import ClientFailure
@@ -17,6 +17,12 @@ from fedstrata.server.setup import Engine, RoundSetup
 from fedstrata.server.tasks import Downlink, make_task
 
 Split = Literal["client_validation", "server_validation", "test"]
+KeepPayload = Callable[[int, str, str, Bytes], None]
+"""Called with round, client, direction and the bytes that went over the line."""
+
+
+def drop_payload(server_round: int, client: str, direction: str, data: Bytes) -> None:
+    """Keeps nothing."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class ClientScores:
     Attributes:
         sums: Per client: number of examples, sum of losses, number of correct answers.
         downlink: Bytes of the tasks.
-        uplink: Bytes of the replies.
+        uplink: Bytes of the replies; those of a bad one count as values.
         failures: Clients without a usable answer.
     """
 
@@ -37,9 +43,23 @@ class ClientScores:
 
 
 def evaluate_on_clients(
-    setup: RoundSetup, state: ServerState, engine: Engine, split: Split, clients: Iterable[str]
+    setup: RoundSetup,
+    state: ServerState,
+    engine: Engine,
+    split: Split,
+    clients: Iterable[str],
+    keep: KeepPayload = drop_payload,
 ) -> ClientScores:
-    """Lets clients evaluate the current model, with the parts that are their own."""
+    """Lets clients evaluate the current model, with the parts that are their own.
+
+    Args:
+        setup: What all rounds share.
+        state: The model.
+        engine: Runs the clients.
+        split: The examples to evaluate on.
+        clients: Who is asked.
+        keep: Is given every payload, with the direction `evaluation-down` or `evaluation-up`.
+    """
     downlink = Downlink(setup, state.tensors)
     sent: dict[str, SectionBytes] = {}
 
@@ -48,6 +68,7 @@ def evaluate_on_clients(
             task = evaluation_task(setup, state, client, split)
             data = pack_task(task, setup.downlink, downlink.payload(task.layouts(setup.layout).down))
             sent[client] = frame_sections(data)
+            keep(state.server_round, client, "evaluation-down", data)
             yield client, task.accepted_round, data
 
     sums, failures, up = {}, [], SectionBytes()
@@ -55,18 +76,32 @@ def evaluate_on_clients(
         if isinstance(answer, ClientFailure):
             failures.append(answer)
             continue
+        keep(state.server_round, client, "evaluation-up", answer)
         try:
-            frame = unpack_frame(answer, REPLY, where=f"evaluation of client {client}")
-            reply = reply_header(frame, where=f"evaluation of client {client}")
+            reply = _read(answer, client, max(state.server_round, 1))
         except PayloadError as error:
+            up += SectionBytes(values=len(answer))
             failures.append(ClientFailure(client, state.server_round, "bad reply", str(error)))
             continue
-        up += frame.sections
+        up += frame_sections(answer)
         sums[client] = {"num_examples": reply.num_examples, "loss_sum": reply.loss, "num_correct": reply.num_correct}
     down = SectionBytes()
     for section in sent.values():
         down += section
     return ClientScores(sums, down, up, tuple(failures))
+
+
+def _read(answer: Bytes, client: str, server_round: int) -> Reply:
+    where = f"evaluation of client {client}"
+    reply = reply_header(unpack_frame(answer, REPLY, where=where), where=where)
+    if (reply.client, reply.server_round) != (client, server_round) or reply.num_correct > reply.num_examples:
+        raise PayloadError(
+            "The evaluation is not the one that was asked for",
+            where=where,
+            expected=f"client {client}, round {server_round}, at most as many correct answers as examples",
+            got=f"{reply}"[:200],
+        )
+    return reply
 
 
 def evaluation_task(setup: RoundSetup, state: ServerState, client: str, split: Split) -> Task:

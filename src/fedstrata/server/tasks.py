@@ -55,12 +55,13 @@ def make_task(setup: RoundSetup, state: ServerState, plan: ClientPlan) -> Task:
     """The header of one client's task.
 
     An adapter that nobody has ever trained is exactly zero (B = 0), so a plan that only reads it does without it.
+    Whether a stratum that stays on its client was trained there is not for the server to know: it is always read.
     """
     ranks = {s: r for s, r in plan.ranks.items() if r > 0}
     reads = {
         s: min(r, setup.server_ranks[s])
         for s, r in plan.reads.items()
-        if s not in ranks and s in setup.server_ranks and state.versions.get(str(s), 0) > 0
+        if s not in ranks and s in setup.server_ranks and (state.versions.get(str(s), 0) > 0 or s in setup.local_strata)
     }
     if HEAD in setup.server_ranks and HEAD not in ranks:
         reads[HEAD] = 1

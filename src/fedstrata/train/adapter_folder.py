@@ -19,12 +19,19 @@ import torch
 from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from fedstrata.core.shape import AdapterKind
 from fedstrata.core.tensors import Layout, NamedTensors, TensorSpec, parse_stratum
 from fedstrata.errors import FedstrataError, ModelError, RunFolderError
-from fedstrata.record.files import TEMPORARY_SUFFIX, plain_os_errors, read_json, replace_folder, write_json
+from fedstrata.record.files import (
+    TEMPORARY_SUFFIX,
+    atomic_write,
+    plain_os_errors,
+    read_json,
+    replace_folder,
+    write_json,
+)
 from fedstrata.train.lora import AdaptedModel
 
 SCHEMA_VERSION = 1
@@ -161,7 +168,7 @@ def _write_lora(folder: Path, adapted: AdaptedModel, layout: Layout, scaling: Ma
     for module in saved:
         for name, value in model.get_submodule(module).state_dict().items():
             tensors[f"{PREFIX}{module}.{name}"] = value.detach().clone().contiguous()
-    save_file(tensors, folder / LORA_WEIGHTS_FILE, metadata={"format": "pt"})
+    atomic_write(folder / LORA_WEIGHTS_FILE, save(tensors, metadata={"format": "pt"}))
     write_json(folder / LORA_CONFIG_FILE, _lora_config(adapted, ranks, factors, saved))
 
 
@@ -213,7 +220,7 @@ def _write_model(folder: Path, adapted: AdaptedModel) -> None:
     model: Any = adapted.model
     own = {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
     state = {n: v.detach().clone().contiguous() for n, v in model.state_dict().items() if n in own}
-    save_file(state, folder / MODEL_WEIGHTS_FILE, metadata={"format": "pt"})
+    atomic_write(folder / MODEL_WEIGHTS_FILE, save(state, metadata={"format": "pt"}))
     config = json.loads(model.config.to_json_string())
     config.pop("_name_or_path", None)
     config |= {"architectures": [type(model).__name__], "dtype": "float32"}

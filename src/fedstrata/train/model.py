@@ -95,7 +95,7 @@ def load_model(
         is_image = _is_image_config(asked, source)
         auto_class = AutoModelForImageClassification if is_image else AutoModelForSequenceClassification
         if source.kind == "config":
-            model, missing = auto_class.from_config(asked, dtype=torch.float32), set[str]()
+            model, missing = _from_config(auto_class, source, asked), set[str]()
             initialize(model, {n for n, _ in model.named_parameters()}, seed, "base_init")
             notes.append("random weights: the source is a configuration only")
         else:
@@ -130,8 +130,9 @@ def _model_config(source: Source, label_names: tuple[str, ...]) -> tuple[Any, tu
         config = AutoConfig.from_pretrained(source.location, revision=source.revision)
     except OSError as error:
         raise _unreachable(source, error) from error
-    except (ValueError, KeyError) as error:
-        raise ModelError(f'The configuration of "{source.spec}" cannot be read', got=_first_line(error)) from error
+    except Exception as error:
+        # Beside ValueError and KeyError, wrong types raise errors of huggingface_hub's own.
+        raise _bad_config(source, error, "read") from error
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
             f'"{source.spec}" is an encoder-decoder ({config.model_type})',
@@ -158,6 +159,14 @@ def _is_image_config(config: Any, source: Source) -> bool:
     )
 
 
+def _from_config(auto_class: Any, source: Source, config: Any) -> Any:
+    try:
+        return auto_class.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        # Sizes that do not fit together fail with whatever the model's own code raises.
+        raise _bad_config(source, error, "used") from error
+
+
 def _from_checkpoint(auto_class: Any, source: Source, config: Any, notes: list[str]) -> tuple[Any, set[str]]:
     try:
         model, info = auto_class.from_pretrained(
@@ -171,15 +180,20 @@ def _from_checkpoint(auto_class: Any, source: Source, config: Any, notes: list[s
         )
     except OSError as error:
         raise _unreachable(source, error) from error
-    except (ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f'The weights of "{source.spec}" cannot be loaded', got=_first_line(error)) from error
+    except (ValueError, RuntimeError, SafetensorError, AssertionError, TypeError) as error:
+        raise ModelError(
+            f'The weights of "{source.spec}" cannot be loaded',
+            where=source.location,
+            got=_first_line(error),
+            do="the file is damaged or belongs to another configuration: download or save the model again",
+        ) from error
     known = {n for n, _ in model.named_parameters()}
     other_size = {entry[0] for entry in info["mismatched_keys"]}
     if other_size:
         notes.append(f"weights of another size were drawn afresh: {', '.join(sorted(other_size))}")
     missing = (set(info["missing_keys"]) | other_size) & known
     if missing:
-        notes.append(f"not in the checkpoint, drawn afresh, part of the {HEAD}: {', '.join(sorted(missing))}")
+        notes.append(f"new, because the checkpoint has none; trained as the {HEAD}: {', '.join(sorted(missing))}")
     return model, missing
 
 
@@ -188,8 +202,14 @@ def _tokenizer(source: Source, model: Any, notes: list[str]) -> Any | None:
         location = str(source.folder) if source.kind == "config" else source.location
         try:
             return AutoTokenizer.from_pretrained(location, revision=source.revision)
-        except (OSError, ValueError) as error:
-            raise ModelError(f'The tokenizer of "{source.spec}" cannot be read', got=_first_line(error)) from error
+        except Exception as error:
+            # transformers and tokenizers raise many unrelated kinds of error for a damaged file.
+            raise ModelError(
+                f'The tokenizer of "{source.spec}" cannot be read',
+                where=str(source.folder),
+                got=_first_line(error),
+                do="download or save the tokenizer again (tokenizer.save_pretrained(folder))",
+            ) from error
     if source.kind == "config":
         notes.append("built-in byte tokenizer: one token per byte")
         limit = getattr(model.config, "max_position_embeddings", None)
@@ -241,11 +261,21 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0]
 
 
+def _bad_config(source: Source, error: Exception, verb: str) -> ModelError:
+    return ModelError(
+        f'The configuration of "{source.spec}" cannot be {verb}',
+        where=source.location,
+        got=" ".join(str(error).split())[:300],
+        do="mend the configuration, or name a model type that transformers knows (BERT, RoBERTa, GPT-2, Llama, …)",
+    )
+
+
 def _unreachable(source: Source, error: OSError) -> AssetError:
     hub = "check the name and the network, set HF_HUB_OFFLINE=1 to use only what is cached, or name a local folder"
+    saved = "save the model again as safetensors (model.save_pretrained(folder))"
     return AssetError(
         f'The model "{source.spec}" cannot be loaded',
         got=_first_line(error),
         where=source.location,
-        do=hub if source.kind == "hub" else "save the model as safetensors (model.save_pretrained(folder))",
+        do=hub if source.kind == "hub" else "mend the file" if source.kind == "config" else saved,
     )

@@ -10,11 +10,12 @@ from typing import Literal
 
 from transformers.utils import cached_file
 
-from fedstrata.data.assets import find_asset
-from fedstrata.errors import AssetError, ModelError
+from fedstrata.data.assets import find_asset, list_assets
+from fedstrata.errors import AssetError, ModelError, did_you_mean
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 CHUNK_BYTES = 1 << 20
+RELATIVE = "check the path; a relative one starts at the folder of the experiment file"
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,37 @@ def resolve_source(spec: str, base_dir: Path, revision: str | None = None) -> So
         ModelError: If the text is none of the four.
     """
     if spec.startswith("package:"):
-        return Source(spec, "folder", str(find_asset(spec.removeprefix("package:"))))
+        name = spec.removeprefix("package:")
+        models = [a.name for a in list_assets() if a.kind == "model"]
+        if name not in models:
+            raise AssetError(
+                f'There is no packaged model "{name}"', where="model.source", do=did_you_mean(name, models)
+            )
+        return Source(spec, "folder", str(find_asset(name)))
     if spec.startswith("config:"):
         path = base_dir / Path(spec.removeprefix("config:")).expanduser()
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
-            raise AssetError(f"The model configuration {path} is missing", where="model.source", got=spec)
+            raise AssetError(f"The model configuration {path} is missing", where="model.source", got=spec, do=RELATIVE)
         return Source(spec, "config", str(path))
     path = base_dir / Path(spec).expanduser()
-    if path.is_dir():
+    if path.is_file():
+        raise ModelError(
+            f"{path} is a file",
+            where="model.source",
+            expected="the folder of a saved transformers model",
+            do=f'write "config:{spec}" for a configuration without weights',
+        )
+    if spec and path.is_dir():
         if not (path / "config.json").is_file():
-            raise AssetError(f"{path} holds no config.json", where="model.source", do="name a saved transformers model")
+            raise AssetError(
+                f"{path} holds no config.json",
+                where="model.source",
+                do="name the folder of a saved transformers model (model.save_pretrained(folder))",
+            )
         return Source(spec, "folder", str(path))
     if spec.startswith(("/", "./", "../", "~")):
-        raise AssetError(f"The model folder {path} is missing", where="model.source", got=spec)
+        raise AssetError(f"The model folder {path} is missing", where="model.source", got=spec, do=RELATIVE)
     if not HUB_ID.fullmatch(spec):
         raise ModelError(
             f'"{spec}" names no model',
