@@ -5,7 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedstrata.codec import BFloat16, Codec, ErrorFeedback, Float16, Float32, Int4, Int8, TopK, Zstd, wire_id
+from fedstrata.codec import (
+    BFloat16,
+    Codec,
+    ErrorFeedback,
+    Float16,
+    Float32,
+    Int4,
+    Int8,
+    Nf4,
+    RandomK,
+    TopK,
+    Zstd,
+    wire_id,
+)
 from fedstrata.core.rng import generator
 from fedstrata.core.tensors import Layout, NamedTensors, TensorSpec
 from fedstrata.core.wire import REPLY, Payload, pack_frame, unpack_frame
@@ -25,7 +38,11 @@ TENSORS: NamedTensors = {
 EXACT = [[1, -3.5, 0.5, -0.0, 3, -7], [0, 0, 0, 0], [127, -63.5, 0.25]]
 
 
-def steps(scales: list[float], *rows: list[int]) -> list[list[float]]:
+NF4 = {2: -0.5250730514526367, 9: 0.16093020141124725, 10: 0.24611230194568634, 12: 0.44070982933044434}
+"""Four of the levels, by code."""
+
+
+def steps(scales: list[float], *rows: list[float]) -> list[list[float]]:
     """q·scale in float32, with block = 4: lora_A has the scales 0 and 1, lora_B 2, bias 3."""
     first, second, third, fourth = (np.float32(s) for s in scales)
     a, b, c = (np.array(row, np.float32) for row in rows)
@@ -73,6 +90,37 @@ GOLDEN: list[tuple[Codec, str, str, list[list[float]]]] = [
         "01000000 05000000  00000000 01000000  00000000",
         "000060c0 0000e0c0  00000000 00000000  0000fe42",
         [[0, -3.5, 0, 0, 0, -7], [0, 0, 0, 0], [127, 0, 0]],
+    ),
+    # x/scale: 0.2857, -1, 0.1429, -0 | 0.4286, -1 | zeros | 1, -0.5, 0.00197 with the scales 3.5, 7, 0 and 127
+    (
+        Nf4(block=4),
+        "00006040 0000e040  00000000  0000fe42",
+        "0a 79 0c  77 77  2f 07",
+        steps(
+            [3.5, 7, 0, 127],
+            [NF4[10], -1, NF4[9], 0, NF4[12], -1],
+            [0, 0, 0, 0],
+            [1, NF4[2], 0],
+        ),
+    ),
+    # places 2, 4 | 0, 2 | 2 of this seed; n/k = 3, 2 and 3
+    (
+        RandomK(0.4),
+        "7ba099acfc758e48cf57ec096a2b5265",
+        "0000003f 00004040  00000000 00000000  0000803e",
+        [[0, 0, 0.5, 0, 3, 0], [0, 0, 0, 0], [0, 0, 0.25]],
+    ),
+    (
+        RandomK(0.4, scale=True),
+        "7ba099acfc758e48cf57ec096a2b5265",
+        "0000c03f 00001041  00000000 00000000  0000403f",
+        [[0, 0, 1.5, 0, 9, 0], [0, 0, 0, 0], [0, 0, 0.75]],
+    ),
+    (
+        RandomK(0.6),
+        "7ba099acfc758e48cf57ec096a2b5265",
+        "0000803f 000060c0 00000080 0000e0c0  00000000 00000000  0000fe42 00007ec2",
+        [[1, -3.5, 0, -0.0, 0, -7], [0, 0, 0, 0], [127, -63.5, 0]],
     ),
     (ErrorFeedback(Int4(block=4)), "0000003f 0000803f  00000000  92249141", "92 01 93  00 00  c7 00", NEAREST4),
 ]

@@ -11,7 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstrata.codec import CODECS, BFloat16, Codec, ErrorFeedback, Float16, Float32, Int4, Int8, TopK, Zstd, wire_id
+from fedstrata.codec import (
+    CODECS,
+    BFloat16,
+    Codec,
+    ErrorFeedback,
+    Float16,
+    Float32,
+    Int4,
+    Int8,
+    Nf4,
+    RandomK,
+    TopK,
+    Zstd,
+    wire_id,
+)
+from fedstrata.codec.nf4 import LEVELS
+from fedstrata.codec.random_k import drawn_indices
 from fedstrata.core.rng import generator
 from fedstrata.core.tensors import Layout, NamedTensors, TensorSpec
 from fedstrata.core.wire import REPLY, Payload, pack_frame, unpack_frame
@@ -30,6 +46,13 @@ CODEC_LIST: list[Codec] = [
     TopK(),
     TopK(fraction=0.4),
     TopK(fraction=1.0),
+    Nf4(),
+    Nf4(block=5),
+    RandomK(),
+    RandomK(fraction=0.4, scale=True),
+    RandomK(fraction=0.8),
+    Zstd(RandomK(0.3)),
+    ErrorFeedback(RandomK(0.3)),
     Zstd(Float32()),
     Zstd(Int4(rounding="stochastic"), level=1),
     Zstd(TopK(0.3)),
@@ -38,7 +61,7 @@ CODEC_LIST: list[Codec] = [
     ErrorFeedback(Zstd(Int8(block=4))),
     Zstd(ErrorFeedback(BFloat16())),
 ]
-LARGEST = {"float16": 65504.0, "bfloat16": (2 - 2.0**-7) * 2.0**127}
+LARGEST = {"float16": 65504.0, "bfloat16": (2 - 2.0**-7) * 2.0**127, "random_k": 2.0**125}
 
 every_codec = pytest.mark.parametrize("codec", CODEC_LIST, ids=str)
 battery = settings(max_examples=10, deadline=None)
@@ -208,6 +231,11 @@ def error_bound(codec: Codec, tensor: np.ndarray) -> np.ndarray:
         absmax = np.array([x[i - i % codec.block :][: codec.block].max() for i in range(x.size)])
         scale = absmax / levels + 2.0**-149  # subnormal scales are rounded up
         return scale * (steps + 2.0**-14) + 2.0**-149
+    if isinstance(codec, Nf4):
+        signed = tensor.astype(np.float64).reshape(-1)
+        absmax = np.array([x[i - i % codec.block :][: codec.block].max() for i in range(x.size)])
+        nearest = np.abs(absmax[:, None] * LEVELS.astype(np.float64) - signed[:, None]).min(axis=1)
+        return nearest + absmax * 2.0**-23 + 2.0**-148
     return np.zeros_like(x)
 
 
@@ -216,7 +244,9 @@ def error_bound(codec: Codec, tensor: np.ndarray) -> np.ndarray:
 @given(sample=samples())
 def test_error_stays_within_the_documented_bound(codec, sample):
     tensors = sample.of(codec)
-    decoded = codec.decode(encode(codec, tensors, sample.layout), sample.layout)
+    payload = encode(codec, tensors, sample.layout)
+    seed = generator(0, "law").bytes(16)  # the stream of `encode`, from its start
+    decoded = codec.decode(payload, sample.layout)
     for name, tensor in tensors.items():
         x, y = tensor.astype(np.float64).reshape(-1), decoded[name].astype(np.float64).reshape(-1)
         inner = core(codec)
@@ -224,6 +254,12 @@ def test_error_stays_within_the_documented_bound(codec, sample):
             sent = np.argsort(-np.abs(x), kind="stable")[: inner.count(x.size)]
             expected = np.zeros_like(x)
             expected[sent] = x[sent]
+            assert np.array_equal(y, expected)
+        elif isinstance(inner, RandomK):
+            ratio = np.float32(x.size / inner.count(x.size)) if inner.scale and x.size else np.float32(1)
+            places = drawn_indices(seed, name, x.size, inner.count(x.size))
+            expected = np.zeros_like(x)
+            expected[places] = tensor.reshape(-1)[places] * ratio
             assert np.array_equal(y, expected)
         else:
             assert (np.abs(y - x) <= error_bound(inner, tensor)).all()

@@ -8,8 +8,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from fedstrata.aggregate.base import AGGREGATORS, Aggregator, ClientUpdate, Proposal
-from fedstrata.aggregate.sums import Sums, add_deltas, check_weighting, client_weight, finish_mean, normalized_weights
+from fedstrata.aggregate.admit import admit, check_weighting, client_weight, normalized_weights
+from fedstrata.aggregate.base import AGGREGATORS, Aggregator, ClientUpdate, MergeContext, Proposal
+from fedstrata.aggregate.sums import Sums, add_deltas, finish_mean, no_sums
 from fedstrata.core.tensors import Layout
 
 
@@ -29,18 +30,21 @@ class CohortMean(Aggregator[Sums]):
     id: ClassVar[str] = "cohort_mean"
     needs: ClassVar[Literal["sum", "all updates"]] = "sum"
     unequal_ranks: ClassVar[bool] = False
+    fixed_coordinates: ClassVar[bool] = True
     weight_by: str = "num_examples"
 
     def __post_init__(self) -> None:
         check_weighting(self.weight_by, self.id)
 
-    def zero(self, layout: Layout) -> Sums:
+    def zero(self, layout: Layout, context: MergeContext | None = None) -> Sums:
         """No sums yet: a tensor's is allocated with its first holder."""
-        return Sums(layout)
+        return no_sums(layout, context)
 
     def add(self, acc: Sums, update: ClientUpdate) -> Sums:
         """Adds w_k·Δ_k in place."""
-        return add_deltas(acc, update, client_weight(update.num_examples, self.weight_by))
+        weight = client_weight(update.num_examples, self.weight_by)
+        admit(acc.roll, update, weight, self)
+        return add_deltas(acc, update, weight, update.layout.names)
 
     def finish(self, acc: Sums, current: Mapping[str, np.ndarray]) -> Proposal:
         """Divides by the weight of all replies and adds to the server's values."""

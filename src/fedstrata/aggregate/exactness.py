@@ -13,7 +13,37 @@ from fedstrata.aggregate.base import Aggregator, ClientUpdate, Proposal
 from fedstrata.core.lora import Exactness, LoraTerm, combine_exactness, exactness_error
 from fedstrata.core.tensors import Layout
 
-Pair = tuple[np.ndarray, np.ndarray]
+Pair = tuple[np.ndarray | None, np.ndarray | None]
+"""A and B; None where a factor was not sent: it is the server's own."""
+
+_KEYS = ("exactness_error", "exactness_error_update")
+_ROBUST_KEYS = ("distance_to_mean", "distance_to_mean_update")
+
+
+@dataclass(frozen=True, eq=False)
+class _Start:
+    """Where clients began at one target, and how they looked at it."""
+
+    pair: Pair
+    rank: int
+    scaling: float
+    slices: tuple[int, ...] | None
+
+    def equals(self, other: _Start) -> bool:
+        """Whether it is the same start, bit for bit."""
+        if (self.rank, self.scaling, self.slices) != (other.rank, other.scaling, other.slices):
+            return False
+        return all(
+            a is b or (a is not None and b is not None and np.array_equal(a, b))
+            for a, b in zip(self.pair, other.pair, strict=True)
+        )
+
+    def filled(self, own: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """A and B in float64, with the server's own factors where clients were sent none."""
+        which: Any = slice(self.rank) if self.slices is None else list(self.slices)
+        lora_A = own[0][which] if self.pair[0] is None else self.pair[0]
+        lora_B = own[1][:, which] if self.pair[1] is None else self.pair[1]
+        return lora_A.astype(np.float64), lora_B.astype(np.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,35 +56,60 @@ class _Held:
     start: int
     is_delta: bool
 
+    def local(self, start: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """A and B after training, in float64."""
+        a, b = (self._factor(v, s) for v, s in zip(self.values, start, strict=True))
+        return a, b
+
+    def _factor(self, sent: np.ndarray | None, start: np.ndarray) -> np.ndarray:
+        if sent is None:
+            return start
+        return sent + start if self.is_delta else sent.astype(np.float64)
+
 
 @dataclass
 class _Target:
     """What the cohort sent for one target."""
 
     held: list[_Held] = field(default_factory=list)
-    starts: list[Pair] = field(default_factory=list)
+    starts: list[_Start] = field(default_factory=list)
 
-    def start_index(self, pair: Pair) -> int:
+    def start_index(self, start: _Start) -> int:
         """Where this start stands among the distinct ones; it is appended if it is new."""
         for i, known in enumerate(self.starts):
-            if all(a is b or np.array_equal(a, b) for a, b in zip(known, pair, strict=True)):
+            if known.equals(start):
                 return i
-        self.starts.append(pair)
+        self.starts.append(start)
         return len(self.starts) - 1
 
 
 class ExactnessProbe:
     """Keeps the LoRA factors of one round's replies until the proposal is known.
 
+    With q_k the weights of the method at a target (`Proposal.weights`, else `Aggregator.weights`), D_k = s_k·B_k·A_k
+    as decoded, with the client's own scaling s_k, and D_s the sum of the server's s·B·A and its base update:
+
+        exactness_error = ‖D_s − Σ q_k·D_k‖_F / ‖Σ q_k·D_k‖_F
+
+    Robust means are meant to differ from the mean: their number is called `distance_to_mean`. A factor that clients
+    do not send is the one in the update's start, if it is there, else the server's.
+
     Args:
         layout: The server's.
-        scaling: One number per target, for server and clients alike.
+        scaling: s per target, the server's; a client's own comes with its update.
         aggregator: Whose weights q_k count.
         max_values: How many numbers may be kept; beyond that the error is not measured. 0 switches it off.
+        personal: Whether every client ends with a model of its own; there is no error then.
     """
 
     def __init__(
-        self, layout: Layout, scaling: Mapping[str, float], aggregator: Aggregator[Any], *, max_values: int = 1 << 26
+        self,
+        layout: Layout,
+        scaling: Mapping[str, float],
+        aggregator: Aggregator[Any],
+        *,
+        max_values: int = 1 << 26,
+        personal: bool = False,
     ) -> None:
         self._layout, self._scaling, self._aggregator, self._max_values = layout, scaling, aggregator, max_values
         self._targets: dict[str, _Target] = {}
@@ -62,6 +117,8 @@ class ExactnessProbe:
         self._reason: str | None = None
         if not max_values:
             self._reason = "switched off"
+        elif personal or aggregator.personal:
+            self._reason = "every client has a model of its own"
         elif not layout.targets:
             self._reason = "there are no LoRA pairs"
 
@@ -71,15 +128,18 @@ class ExactnessProbe:
             return
         for target in update.layout.targets:
             names = (f"{target}.lora_A", f"{target}.lora_B")
-            if any(n not in update.layout for n in names):
+            specs = [update.layout[n] for n in names if n in update.layout]
+            if any(n not in self._layout for n in names):
                 continue
             here = self._targets.setdefault(target, _Target())
             num_starts = len(here.starts)
-            values = (update.values[names[0]], update.values[names[1]])
-            start = here.start_index((update.start[names[0]], update.start[names[1]]))
+            values = (self._sent(update, names[0]), self._sent(update, names[1]))
+            scaling = update.scaling.get(target, self._scaling[target])
+            begin = (update.start.get(names[0]), update.start.get(names[1]))
+            start = here.start_index(_Start(begin, specs[0].rank, scaling, update.slices.get(specs[0].stratum)))
             here.held.append(_Held(update.client, update.num_examples, values, start, update.send == "delta"))
             copies = 1 + len(here.starts) - num_starts
-            self._num_values += copies * sum(v.size for v in values)
+            self._num_values += copies * sum(s.num_values for s in specs)
             if self._num_values > self._max_values:
                 self._targets.clear()
                 self._reason = f"the replies' LoRA factors need more than {self._max_values} numbers of memory"
@@ -94,42 +154,50 @@ class ExactnessProbe:
 
         Returns:
             `exactness_error` and `exactness_error_update` over all targets with holders, the same per target, and
-            the `reason` where they are null. A single number is null where it is not finite (zero divisor).
+            the `reason` where they are null; for robust means also `distance_to_mean` and `distance_to_mean_update`,
+            which then hold the numbers. A single number is null where it is not finite (zero divisor).
         """
         if self._reason is None and not self._targets:
             self._reason = "no reply holds a LoRA pair"
+        robust = self._aggregator.robust
+        nothing = dict.fromkeys(_KEYS + (_ROBUST_KEYS if robust else ()))
         if self._reason is not None:
-            return {
-                "exactness_error": None,
-                "exactness_error_update": None,
-                "per_target": {},
-                "reason": self._reason,
-            }
-        found: dict[str, Exactness] = {}
-        for target in self._layout.targets:
-            if target in self._targets:
-                a, b = (proposal.tensors.get(n, current[n]) for n in (f"{target}.lora_A", f"{target}.lora_B"))
-                found[target] = self._measure(self._targets[target], LoraTerm(a, b, self._scaling[target]))
+            return {**nothing, "per_target": {}, "reason": self._reason}
+        found = {t: self._measure(t, proposal, current) for t in self._layout.targets if t in self._targets}
+        keys = _ROBUST_KEYS if robust else _KEYS
         return {
-            **_numbers(combine_exactness(list(found.values()))),
-            "per_target": {target: _numbers(e) for target, e in found.items()},
-            "reason": None,
+            **nothing,
+            **_numbers(combine_exactness(list(found.values())), keys),
+            "per_target": {target: _numbers(e, keys) for target, e in found.items()},
+            "reason": "a robust mean is meant to differ from the mean" if robust else None,
         }
 
-    def _measure(self, target: _Target, server: LoraTerm) -> Exactness:
-        shares = self._aggregator.weights({h.client: h.num_examples for h in target.held})
-        clients, start_shares = [], [0.0] * len(target.starts)
-        for h in target.held:
-            share = shares[h.client]
-            start_shares[h.start] += share
-            a, b = (v.astype(np.float64) for v in h.values)
-            if h.is_delta:
-                a, b = a + target.starts[h.start][0], b + target.starts[h.start][1]
-            clients.append(LoraTerm(a, b, server.scaling, share))
-        starts = [LoraTerm(a, b, server.scaling, q) for (a, b), q in zip(target.starts, start_shares, strict=True)]
+    @staticmethod
+    def _sent(update: ClientUpdate, name: str) -> np.ndarray | None:
+        return update.values[name] if name in update.layout else None
+
+    def _measure(self, target: str, proposal: Proposal, current: Mapping[str, np.ndarray]) -> Exactness:
+        here, names = self._targets[target], (f"{target}.lora_A", f"{target}.lora_B")
+        begins = [s.filled((current[names[0]], current[names[1]])) for s in here.starts]
+        shares = proposal.weights.get(target) or self._aggregator.weights({h.client: h.num_examples for h in here.held})
+        start_shares = [0.0] * len(begins)
+        clients = []
+        for h in here.held:
+            start_shares[h.start] += shares[h.client]
+            clients.append(LoraTerm(*h.local(begins[h.start]), here.starts[h.start].scaling, shares[h.client]))
+        starts = [
+            LoraTerm(*pair, start.scaling, q) for pair, start, q in zip(begins, here.starts, start_shares, strict=True)
+        ]
+        a, b = (proposal.tensors.get(n, current[n]) for n in names)
+        server = LoraTerm(a, b, self._scaling[target])
+        if target in proposal.base_update:
+            base_B, base_A = proposal.base_update[target]
+            server = LoraTerm(
+                np.concatenate([base_A, server.scaling * a.astype(np.float64)]), np.concatenate([base_B, b], axis=1)
+            )
         return exactness_error(server, clients, starts)
 
 
-def _numbers(exactness: Exactness) -> dict[str, float | None]:
-    values = {"exactness_error": exactness.relative, "exactness_error_update": exactness.relative_to_update}
+def _numbers(exactness: Exactness, keys: tuple[str, str]) -> dict[str, float | None]:
+    values = dict(zip(keys, (exactness.relative, exactness.relative_to_update), strict=True))
     return {key: value if math.isfinite(value) else None for key, value in values.items()}

@@ -8,17 +8,10 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from fedstrata.aggregate.base import AGGREGATORS, Aggregator, ClientUpdate, Proposal
-from fedstrata.aggregate.sums import (
-    Sums,
-    add_local_values,
-    check_weighting,
-    client_weight,
-    finish_mean,
-    normalized_weights,
-)
-from fedstrata.core.tensors import HEAD, Layout
-from fedstrata.errors import AggregationError
+from fedstrata.aggregate.admit import admit, check_adapters_only, check_weighting, client_weight, normalized_weights
+from fedstrata.aggregate.base import AGGREGATORS, Aggregator, ClientUpdate, MergeContext, Proposal
+from fedstrata.aggregate.sums import Sums, add_local_values, finish_mean, no_sums
+from fedstrata.core.tensors import Layout
 
 
 @AGGREGATORS.register
@@ -41,29 +34,26 @@ class FactorMean(Aggregator[Sums]):
     id: ClassVar[str] = "factor_mean"
     needs: ClassVar[Literal["sum", "all updates"]] = "sum"
     unequal_ranks: ClassVar[bool] = False
+    fixed_coordinates: ClassVar[bool] = True
     weight_by: str = "num_examples"
 
     def __post_init__(self) -> None:
         check_weighting(self.weight_by, self.id)
 
-    def zero(self, layout: Layout) -> Sums:
+    def zero(self, layout: Layout, context: MergeContext | None = None) -> Sums:
         """No sums yet.
 
         Raises:
             AggregationError: If the layout holds plain weights outside the head.
         """
-        plain = [s.name for s in layout if s.kind == "weight" and s.stratum != HEAD]
-        if plain:
-            raise AggregationError(
-                "factor_mean averages LoRA factors and the head only",
-                got=f"{len(plain)} plain weights, e.g. {plain[0]}",
-                do='use holders_mean, or adapter.kind = "lora"',
-            )
-        return Sums(layout)
+        check_adapters_only(layout, self.id)
+        return no_sums(layout, context)
 
     def add(self, acc: Sums, update: ClientUpdate) -> Sums:
         """Adds w_k·A_k and w_k·B_k in place."""
-        return add_local_values(acc, update, client_weight(update.num_examples, self.weight_by))
+        weight = client_weight(update.num_examples, self.weight_by)
+        admit(acc.roll, update, weight, self)
+        return add_local_values(acc, update, weight, update.layout.names)
 
     def finish(self, acc: Sums, current: Mapping[str, np.ndarray]) -> Proposal:
         """Divides by the holders' weight."""

@@ -8,15 +8,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from fedstrata.aggregate.base import AGGREGATORS, Aggregator, ClientUpdate, Proposal
-from fedstrata.aggregate.sums import (
-    Sums,
-    add_local_values,
-    check_weighting,
-    client_weight,
-    finish_mean,
-    normalized_weights,
-)
+from fedstrata.aggregate.admit import admit, check_weighting, client_weight, normalized_weights
+from fedstrata.aggregate.base import AGGREGATORS, Aggregator, ClientUpdate, MergeContext, Proposal
+from fedstrata.aggregate.sums import Sums, add_local_values, add_moments, finish_mean, no_sums
 from fedstrata.core.tensors import Layout
 
 
@@ -32,6 +26,8 @@ class HoldersMean(Aggregator[Sums]):
 
     Args:
         weight_by: `num_examples`: w_k = n_k. `uniform`: w_k = 1.
+        moments: Whether the proposal also carries Σ Δ_k and Σ Δ_k² over the holders of each tensor, unweighted (two
+            float64 copies of the trained tensors).
 
     Example:
         >>> HoldersMean().weights({"a": 10, "b": 30})
@@ -41,18 +37,24 @@ class HoldersMean(Aggregator[Sums]):
     id: ClassVar[str] = "holders_mean"
     needs: ClassVar[Literal["sum", "all updates"]] = "sum"
     unequal_ranks: ClassVar[bool] = False
+    fixed_coordinates: ClassVar[bool] = True
     weight_by: str = "num_examples"
+    moments: bool = False
 
     def __post_init__(self) -> None:
         check_weighting(self.weight_by, self.id)
 
-    def zero(self, layout: Layout) -> Sums:
+    def zero(self, layout: Layout, context: MergeContext | None = None) -> Sums:
         """No sums yet: a tensor's is allocated with its first holder."""
-        return Sums(layout)
+        return no_sums(layout, context)
 
     def add(self, acc: Sums, update: ClientUpdate) -> Sums:
         """Adds w_k·local_k in place."""
-        return add_local_values(acc, update, client_weight(update.num_examples, self.weight_by))
+        weight = client_weight(update.num_examples, self.weight_by)
+        admit(acc.roll, update, weight, self)
+        if self.moments:
+            add_moments(acc, update)
+        return add_local_values(acc, update, weight, update.layout.names)
 
     def finish(self, acc: Sums, current: Mapping[str, np.ndarray]) -> Proposal:
         """Divides by the holders' weight."""

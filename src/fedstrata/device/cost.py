@@ -13,11 +13,21 @@ from fedstrata.device.fleet import DeviceProfile
 
 @dataclass(frozen=True)
 class RoundTime:
-    """Seconds of one client in one round; the three parts do not overlap."""
+    """Seconds of one client in one round; download, compute and upload do not overlap.
+
+    Attributes:
+        download_s: Task down.
+        compute_s: All local steps.
+        upload_s: Reply up.
+        forward_s: Of `compute_s`, the forward passes.
+        backward_s: Of `compute_s`, the rest.
+    """
 
     download_s: float
     compute_s: float
     upload_s: float
+    forward_s: float = 0.0
+    backward_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -53,17 +63,39 @@ def predict_client_seconds(
         up_bytes: Length of the reply.
         adapter: Whether the strata's LoRA pairs are trained, or their own parameters.
     """
-    flop = steps * count_flop_per_step(shape, plan_strata, tokens_per_step, adapter=adapter)
+    flop = count_step_flop(shape, plan_strata, tokens_per_step, adapter=adapter)
     return RoundTime(
         download_s=down_bytes / profile.down_bytes_per_s,
-        compute_s=flop / profile.flop_per_s,
+        compute_s=steps * flop.total / profile.flop_per_s,
         upload_s=up_bytes / profile.up_bytes_per_s,
+        forward_s=steps * flop.forward / profile.flop_per_s,
+        backward_s=steps * flop.backward / profile.flop_per_s,
     )
+
+
+@dataclass(frozen=True)
+class StepFlop:
+    """Operations of one training step; `backward` counts gradients of activations and of weights."""
+
+    forward: int
+    backward: int
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return self.forward + self.backward
 
 
 def count_flop_per_step(
     shape: ModelShape, plan_strata: Mapping[Stratum, int], tokens_per_step: int, *, adapter: AdapterKind = "lora"
 ) -> int:
+    """Operations of one training step, forward and backward: the sum of `count_step_flop`."""
+    return count_step_flop(shape, plan_strata, tokens_per_step, adapter=adapter).total
+
+
+def count_step_flop(
+    shape: ModelShape, plan_strata: Mapping[Stratum, int], tokens_per_step: int, *, adapter: AdapterKind = "lora"
+) -> StepFlop:
     """Operations of one training step.
 
     With T tokens, P_b parameters in block b, P_h in the head, m the lowest trained stratum, and N_b = Σ r·(in + out)
@@ -86,14 +118,24 @@ def count_flop_per_step(
     """
     trained = [s for s, rank in plan_strata.items() if rank > 0]
     passed = {s: n for s, n in _stratum_sizes(shape).items() if s != EMBEDDINGS}
-    own = _lora_sizes(shape, plan_strata) if adapter == "lora" else {s: _stratum_sizes(shape)[s] for s in trained}
+    own = count_values(shape, plan_strata, adapter=adapter)
     added = sum(n for s, n in own.items() if s != HEAD) if adapter == "lora" else 0
     forward = sum(passed.values()) + added
     backward = 0
     if trained:
         lowest = min(stratum_order(s) for s in trained)
         backward = sum(n for s, n in passed.items() if stratum_order(s) >= lowest) + added
-    return 2 * tokens_per_step * (forward + backward + sum(own.values()))
+    return StepFlop(2 * tokens_per_step * forward, 2 * tokens_per_step * (backward + sum(own.values())))
+
+
+def count_values(
+    shape: ModelShape, ranks: Mapping[Stratum, int], *, adapter: AdapterKind = "lora"
+) -> Mapping[Stratum, int]:
+    """Numbers in the adapters (or the parameters of full-parameter tuning) of each stratum whose rank is above 0."""
+    if adapter == "lora":
+        return _lora_sizes(shape, ranks)
+    sizes = _stratum_sizes(shape)
+    return {s: sizes[s] for s, rank in ranks.items() if rank > 0}
 
 
 def _stratum_sizes(shape: ModelShape) -> Counter[Stratum]:

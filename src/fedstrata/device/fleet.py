@@ -22,6 +22,7 @@ class DeviceProfile:
         up_bytes_per_s: Upload rate.
         basis: How the numbers were found.
         source: Where they come from.
+        round_bytes: Most bytes, down and up together, that one round may cost it; None without a cap.
     """
 
     name: str
@@ -31,6 +32,7 @@ class DeviceProfile:
     up_bytes_per_s: float
     basis: Literal["measured", "vendor", "assumed"] = "assumed"
     source: str = ""
+    round_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,24 @@
 """Who trains which strata, at which rank."""
 
-from fedstrata.plan.base import PLANNERS, ClientPlan, PlanContext, Planner, RoundPlan, client_plan
+from fedstrata.plan.allocation import PatternBlocks, RandomPattern
+from fedstrata.plan.base import (
+    PLANNERS,
+    AskingPlanner,
+    ClientPlan,
+    InvitingPlanner,
+    PlanContext,
+    Planner,
+    Probes,
+    RoundPlan,
+    client_plan,
+)
 from fedstrata.plan.blocks import AllStrata, FirstBlocks, LastBlocks
+from fedstrata.plan.checks import check_own_ranks
+from fedstrata.plan.client_ranks import ClientRanks
 from fedstrata.plan.cohort import check_round_plan, draw_cohort
+from fedstrata.plan.depth_and_rank import DepthAndRank
+from fedstrata.plan.exclusive import Exclusive
+from fedstrata.plan.fisher import CoDesign, FisherBlocks
 from fedstrata.plan.fixed import FixedBlocks
 from fedstrata.plan.random_blocks import RandomBlocks
 from fedstrata.plan.suffix import SuffixByDevice
@@ -10,15 +26,26 @@ from fedstrata.plan.suffix import SuffixByDevice
 __all__ = [
     "PLANNERS",
     "AllStrata",
+    "AskingPlanner",
     "ClientPlan",
+    "ClientRanks",
+    "CoDesign",
+    "DepthAndRank",
+    "Exclusive",
     "FirstBlocks",
+    "FisherBlocks",
     "FixedBlocks",
+    "InvitingPlanner",
     "LastBlocks",
+    "PatternBlocks",
     "PlanContext",
     "Planner",
+    "Probes",
     "RandomBlocks",
+    "RandomPattern",
     "RoundPlan",
     "SuffixByDevice",
+    "check_own_ranks",
     "check_round_plan",
     "client_plan",
     "draw_cohort",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from fedstrata.core.shape import ModelShape
 from fedstrata.core.tensors import HEAD, Stratum, stratum_order
 from fedstrata.device.fleet import Fleet
+from fedstrata.device.plan_cost import PlanCost
 from fedstrata.registry import Registry
 
 
@@ -60,7 +61,10 @@ class PlanContext:
         max_rank: Largest LoRA rank of the run.
         strata: Strata that exist on the server besides the head (embeddings only in full-parameter tuning).
         head: Whether the head is trained in this run.
-        answers: Clients' answers to the planner's probes, by client.
+        answers: Clients' answers to the planner's probes, by client; of a Fisher probe `{"sums": {stratum: number},
+            "count": examples}`.
+        num_rounds: R, the rounds of the whole run; 0 if nobody knows.
+        cost: What a plan costs each client; None if nobody knows.
     """
 
     shape: ModelShape
@@ -72,6 +76,8 @@ class PlanContext:
     strata: tuple[Stratum, ...]
     head: bool = True
     answers: Mapping[str, Any] = field(default_factory=dict)
+    num_rounds: int = 0
+    cost: PlanCost | None = None
 
 
 class Planner(ABC):
@@ -90,7 +96,15 @@ class Planner(ABC):
 
     @abstractmethod
     def server_ranks(self, shape: ModelShape, max_rank: int) -> dict[Stratum, int]:
-        """Rank of every block's adapter on the server."""
+        """Rank of every block's adapter on the server.
+
+        Planners whose ranks are the method's own may return more than `max_rank`, as long as the user did not set it:
+        whoever calls this passes the result to `check_own_ranks`.
+
+        Args:
+            shape: The model's sizes.
+            max_rank: Largest rank of the run, set by the user or the default.
+        """
 
     @abstractmethod
     def plan(self, state: dict[str, Any], context: PlanContext) -> tuple[RoundPlan, dict[str, Any]]:
@@ -98,7 +112,44 @@ class Planner(ABC):
 
     @abstractmethod
     def observe(self, state: dict[str, Any], round_record: Mapping[str, Any]) -> dict[str, Any]:
-        """Learns from a round's record."""
+        """Learns from a round's record.
+
+        Beside what `rounds.jsonl` holds, the record may have `clients` (the lines of `clients.jsonl`) and
+        `statistics` (`{"mean_squared_delta": {stratum: number}}`); a planner does without what is not there.
+        """
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Questions that are answered before a round is planned; their bytes and seconds count.
+
+    Attributes:
+        kind: What is asked: `fisher`, the sums of squared gradients per stratum.
+        options: How, JSON-ready.
+    """
+
+    kind: Literal["fisher"]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class AskingPlanner(Planner):
+    """A planner that asks before some of its rounds."""
+
+    @abstractmethod
+    def probes(self, state: dict[str, Any], context: PlanContext) -> Probes | None:
+        """What the cohort is asked before this round; None asks nothing. The answers stand in the context of `plan`."""
+
+
+class InvitingPlanner(Planner):
+    """A planner that does not want every client of the fleet in its cohorts."""
+
+    @abstractmethod
+    def invited(self, context: PlanContext) -> tuple[str, ...]:
+        """Clients among whom cohorts are drawn, ascending ids; the cohort of `context` does not matter.
+
+        Raises:
+            PlanError: If there are none.
+        """
 
 
 def client_plan(client: str, trained: Mapping[Stratum, int], context: PlanContext) -> ClientPlan:

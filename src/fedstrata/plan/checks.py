@@ -31,14 +31,21 @@ def count_problems(name: str, count: int, shape: ModelShape) -> list[str]:
     return []
 
 
-def kind_problems(name: str, table: Mapping[str, int], shape: ModelShape, fleet: Fleet) -> list[str]:
-    """What is wrong with a table of device kinds and numbers of blocks."""
+def name_problems(name: str, table: Mapping[str, Any], fleet: Fleet) -> list[str]:
+    """What is wrong with the device kinds of a table: exactly those of the fleet are wanted."""
     problems = [
         f'{name} names the device kind "{kind}", which no client has: {did_you_mean(kind, fleet.kinds)}'
         for kind in table
         if kind not in fleet.kinds
     ]
-    problems += [f'{name} says nothing about the device kind "{kind}"' for kind in fleet.kinds if kind not in table]
+    return problems + [
+        f'{name} says nothing about the device kind "{kind}"' for kind in fleet.kinds if kind not in table
+    ]
+
+
+def kind_problems(name: str, table: Mapping[str, int], shape: ModelShape, fleet: Fleet) -> list[str]:
+    """What is wrong with a table of device kinds and numbers of blocks."""
+    problems = name_problems(name, table, fleet)
     for kind, count in table.items():
         problems += count_problems(f'{name}["{kind}"]', count, shape)
     return problems
@@ -52,19 +59,52 @@ def uniform_server_ranks(shape: ModelShape, max_rank: int) -> dict[Stratum, int]
     """
     if max_rank < 1:
         raise PlanError("The largest rank is too small", where="adapter.max_rank", expected="1 or more")
-    small = {t.name: min(t.in_features, t.out_features) for t in shape.targets}
-    small = {name: size for name, size in small.items() if size < max_rank}
+    ranks: dict[Stratum, int] = dict.fromkeys(shape.blocks, max_rank)
+    check_map_sizes(shape, ranks)
+    return ranks
+
+
+def check_map_sizes(shape: ModelShape, ranks: Mapping[Stratum, int], *, where: str = "adapter.max_rank") -> None:
+    """Refuses ranks that a map cannot have.
+
+    Raises:
+        PlanError: If a rank is above min(in, out) of a map that carries a pair; names the maps.
+    """
+    sizes = {t.name: (min(t.in_features, t.out_features), ranks.get(t.block, 0)) for t in shape.targets}
+    small = {name: size for name, (size, rank) in sizes.items() if size < rank}
     if small:
         shown = ", ".join(f"{name} ({size})" for name, size in list(small.items())[:_SHOWN])
         more = f" and {len(small) - _SHOWN} more" if len(small) > _SHOWN else ""
         raise PlanError(
-            f"Rank {max_rank} is larger than some of the maps that it should adapt",
-            where="adapter.max_rank",
+            f"Rank {max(sizes[name][1] for name in small)} is larger than some of the maps that it should adapt",
+            where=where,
             expected=f"at most {min(small.values())}, the smaller side of the smallest map",
             got=shown + more,
-            do="lower adapter.max_rank, or leave these maps out of adapter.targets",
+            do=f"lower {where}, or leave these maps out of adapter.targets",
         )
-    return dict.fromkeys(shape.blocks, max_rank)
+
+
+def check_own_ranks(planner: str, ranks: Mapping[Stratum, int], max_rank: int, *, is_set: bool) -> None:
+    """Compares a planner's own ranks with the run's largest rank.
+
+    Args:
+        planner: Its id.
+        ranks: What `Planner.server_ranks` returned.
+        max_rank: The run's largest rank.
+        is_set: Whether the user set it; a default gives way to the planner's own ranks.
+
+    Raises:
+        PlanError: If a rank is above a `max_rank` that the user set.
+    """
+    largest = max(ranks.values(), default=0)
+    if is_set and largest > max_rank:
+        raise PlanError(
+            f'The plan "{planner}" needs rank {largest}',
+            where="adapter.max_rank",
+            expected=f"{largest} or more",
+            got=str(max_rank),
+            do="raise adapter.max_rank, leave it out, or ask for smaller ranks",
+        )
 
 
 def trainable_blocks(context: PlanContext) -> list[int]:
