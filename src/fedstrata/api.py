@@ -127,4 +127,4 @@ def _table(records: list[dict[str, Any]]) -> Any:
         import pandas as pd  # type: ignore[import-untyped]
     except ImportError:
         return records
-    return pd.json_normalize(records, max_level=1)
+    return pd.json_normalize(records, max_level=2)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedstrata.aggregate.base import ClientUpdate
+from fedstrata.aggregate.base import ClientUpdate, MergeContext
 from fedstrata.aggregate.exactness import ExactnessProbe
 from fedstrata.core.tensors import stratum_order
 from fedstrata.core.wire import Bytes, SectionBytes, frame_sections
@@ -54,7 +54,7 @@ def run_round(
     downlink = Downlink(setup, state.tensors)
     traffic: dict[str, Traffic] = {}
     aggregator = setup.method.aggregator
-    accumulator = aggregator.zero(setup.layout)
+    accumulator = aggregator.zero(setup.layout, MergeContext(setup.scaling, setup.seed, server_round))
     probe = ExactnessProbe(setup.layout, setup.scaling, aggregator, max_values=setup.exactness_values)
     client_records = []
     num_merged = 0
@@ -92,10 +92,11 @@ def run_round(
             do="mend the clients, or lower rounds.min_replies; the rounds before this one are kept",
         )
     tensors, versions, selector_state = state.tensors, dict(state.versions), dict(state.selector)
-    merged: dict[str, Any] = {"holders": {}, "exactness": None, "selection": None}
+    merged: dict[str, Any] = {"holders": {}, "exactness": None, "selection": None, "statistics": {}}
     if num_merged:  # else everything that was trained stays on its client
         proposal = aggregator.finish(accumulator, state.tensors)
         merged["holders"] = rank_keys(dict(sorted(proposal.holders.items(), key=lambda i: stratum_order(i[0]))))
+        merged["statistics"] = dict(proposal.statistics)
         merged["exactness"] = probe.finish(proposal, state.tensors)
         context = SelectContext(setup.layout, state.tensors, server_round, setup.seed)
         accepted, selector_state, merged["selection"] = setup.method.selector.select(selector_state, proposal, context)
@@ -107,7 +108,9 @@ def run_round(
         tensors=tensors,
         server_round=server_round,
         versions=versions,
-        planner=setup.method.planner.observe(dict(planner_state), record),
+        planner=setup.method.planner.observe(
+            dict(planner_state), record | {"clients": _without_measured(client_records)}
+        ),
         selector=selector_state,
         accepted=dict(state.accepted) | {t.plan.client: server_round for t in good},
         acknowledged=_acknowledge(setup, state, traffic),
@@ -118,6 +121,11 @@ def run_round(
         "train_s": sum(float(t.reply.measured.get("train_s", 0)) for t in good if t.reply),
     }
     return new_state, record, client_records
+
+
+def _without_measured(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What a planner may learn from: the simulated clock, nothing that differs between reruns."""
+    return [{k: v for k, v in record.items() if k != "measured"} for record in records]
 
 
 def _first_failures(traffic: Iterable[Traffic], shown: int = 3) -> str:

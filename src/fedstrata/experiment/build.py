@@ -21,6 +21,7 @@ from fedstrata.experiment.methods import build_downlink, build_method
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.experiment.watch import Watch
 from fedstrata.method import METHODS, Method
+from fedstrata.plan.checks import check_own_ranks
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.clients import FolderStates
 from fedstrata.server.setup import POOLED_CLIENT, RoundSetup
@@ -179,6 +180,8 @@ def server_layout(spec: ExperimentSpec, method: Method, loaded: LoadedModel) -> 
         ranks = {EMBEDDINGS: 1, **dict.fromkeys(loaded.shape.blocks, 1)}
     else:
         ranks = method.planner.server_ranks(loaded.shape, spec.adapter.max_rank)
+        is_set = "max_rank" in spec.adapter.model_fields_set
+        check_own_ranks(method.planner.id, ranks, spec.adapter.max_rank, is_set=is_set)
     return global_layout(loaded.shape, spec.adapter.kind, ranks | {HEAD: 1})
 
 

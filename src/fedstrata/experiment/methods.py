@@ -11,7 +11,7 @@ from fedstrata.errors import ConfigError
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.method import METHODS, Method
 from fedstrata.objective.base import OBJECTIVES
-from fedstrata.plan.base import PLANNERS
+from fedstrata.plan.base import PLANNERS, AskingPlanner
 from fedstrata.select.base import SELECTORS
 
 _PARTS: dict[str, tuple[str, Any]] = {
@@ -19,6 +19,12 @@ _PARTS: dict[str, tuple[str, Any]] = {
     "objective": ("objective", OBJECTIVES),
     "aggregate": ("aggregator", AGGREGATORS),
     "select": ("selector", SELECTORS),
+}
+
+
+_NEEDS_OTHER_CLIENTS = {
+    "sketch_mean": "train drawn rank slices, which they cannot do yet",
+    "svd_mean": "train B alone, which they cannot do yet",
 }
 
 
@@ -41,6 +47,7 @@ def build_method(spec: ExperimentSpec) -> Method:
     if spec.codec.send is not None:
         _refuse_fixed(method, name, "codec")
         method = method.with_parts(send=spec.codec.send)
+    _refuse_unwired(method)
     if method.codec.deltas_only and method.send == "weights":
         raise ConfigError(f'codec.send = "weights", but codec "{method.codec.id}" makes sense for differences only')
     if spec.adapter.kind not in method.adapters:
@@ -62,6 +69,22 @@ def build_downlink(spec: ExperimentSpec) -> Codec:
             expected="a codec for weights with nearest rounding",
         )
     return codec
+
+
+def _refuse_unwired(method: Method) -> None:
+    """Parts that are there, but need something of a round that no round does yet."""
+    aggregator, planner, selector = method.aggregator, method.planner, method.selector
+    if aggregator.moves_base:
+        raise ConfigError(f'aggregate = "{aggregator.id}" moves the base model, which a run cannot do yet')
+    if aggregator.id in _NEEDS_OTHER_CLIENTS:
+        raise ConfigError(f'aggregate = "{aggregator.id}" needs clients that {_NEEDS_OTHER_CLIENTS[aggregator.id]}')
+    if isinstance(planner, AskingPlanner):
+        raise ConfigError(f'plan = "{planner.id}" asks clients for importance scores, which a run cannot do yet')
+    if getattr(selector, "needs_moments", False) and not getattr(aggregator, "moments", False):
+        raise ConfigError(
+            f'select = "{selector.id}" with this score needs the spread over clients',
+            do='set aggregate = { id = "holders_mean", moments = true }',
+        )
 
 
 def _refuse_fixed(method: Method, name: str, table: str) -> None:

@@ -68,6 +68,8 @@ def client_record(setup: RoundSetup, mine: Traffic) -> dict[str, Any]:
         "predicted": {
             "download_s": time.download_s,
             "compute_s": time.compute_s,
+            "forward_s": time.forward_s,
+            "backward_s": time.backward_s,
             "upload_s": time.upload_s,
             "total_s": time.total_s,
         },

@@ -78,6 +78,11 @@ class RoundSetup:
         fastest = max((c.device for c in self.fleet.clients), key=lambda d: d.flop_per_s)
         return Fleet((Client(POOLED_CLIENT, fastest, sum(c.num_examples for c in self.fleet.clients)),))
 
+    @property
+    def codecs(self) -> tuple[Codec, Codec]:
+        """Of the uplink and of the downlink."""
+        return self.method.codec, self.downlink
+
     @cached_property
     def server_ranks(self) -> dict[Stratum, int]:
         """Largest rank per stratum; 1 for strata of plain weights."""

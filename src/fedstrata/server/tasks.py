@@ -9,8 +9,9 @@ from typing import Any
 from fedstrata.core.rng import generator
 from fedstrata.core.tensors import HEAD, Layout, NamedTensors, leading_slice, slice_tensors, stratum_order
 from fedstrata.core.wire import Payload
+from fedstrata.device.plan_cost import PlanCost
 from fedstrata.message import Task, rank_keys
-from fedstrata.plan.base import ClientPlan, PlanContext, RoundPlan
+from fedstrata.plan.base import ClientPlan, InvitingPlanner, PlanContext, RoundPlan
 from fedstrata.plan.cohort import check_round_plan, draw_cohort
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.registry import to_config
@@ -34,7 +35,11 @@ def cohort_of(setup: RoundSetup, server_round: int) -> tuple[str, ...]:
     """Who takes part in this round; with pooled data always the one client that holds them."""
     if setup.method.topology == "pooled":
         return (POOLED_CLIENT,)
-    return draw_cohort(setup.seed, server_round, setup.fleet.ids, setup.clients_per_round)
+    planner, ids = setup.method.planner, setup.fleet.ids
+    if isinstance(planner, InvitingPlanner):
+        ids = planner.invited(plan_context(setup, ids, server_round))
+    count = None if setup.clients_per_round is None else min(setup.clients_per_round, len(ids))
+    return draw_cohort(setup.seed, server_round, ids, count)
 
 
 def plan_context(setup: RoundSetup, cohort: tuple[str, ...], server_round: int) -> PlanContext:
@@ -48,6 +53,21 @@ def plan_context(setup: RoundSetup, cohort: tuple[str, ...], server_round: int) 
         max_rank=max((s.rank for s in setup.layout), default=0) or 1,
         strata=tuple(s for s in setup.layout.strata if s != HEAD),
         head=setup.head != "frozen" and HEAD in setup.layout.strata,
+        num_rounds=setup.num_rounds,
+        cost=plan_cost(setup),
+    )
+
+
+def plan_cost(setup: RoundSetup) -> PlanCost:
+    """What a planner may ask about seconds, bytes and memory, from the simulated devices."""
+    per_value = [sum(c.max_bytes(setup.layout)) / max(setup.layout.num_values, 1) for c in setup.codecs]
+    return PlanCost(
+        shape=setup.shape,
+        tokens_per_step=int(setup.train["batch_size"]) * setup.max_length,
+        steps={c.id: local_steps(setup.train, c.num_examples) for c in setup.workers.clients},
+        adapter=setup.adapter,
+        up_bytes_per_value=per_value[0],
+        down_bytes_per_value=per_value[1],
     )
 
 
