@@ -37,6 +37,7 @@ fix: setup
 
 bench: setup
 	$(BIN)/python benchmarks/engine_overhead.py
+	$(BIN)/python benchmarks/codecs.py
 
 clean:
 	rm -rf .venv dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
