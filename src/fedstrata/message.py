@@ -12,7 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedstrata.aggregate.base import ClientUpdate
 from fedstrata.codec.base import CODECS, Codec, wire_id
-from fedstrata.core.tensors import Layout, NamedTensors, Stratum, parse_stratum, slice_tensors, stratum_name
+from fedstrata.core.lora import client_scalings
+from fedstrata.core.tensors import Kind, Layout, NamedTensors, Stratum, parse_stratum, slice_tensors, stratum_name
 from fedstrata.core.wire import REPLY, TASK, Bytes, Frame, Payload, canonical_json, pack_frame, unpack_frame
 from fedstrata.errors import PayloadError
 
@@ -28,7 +29,7 @@ class Task:
     """The header of a task: everything that a client needs to know beside the tensors.
 
     Attributes:
-        job: Train, or evaluate the model that is sent.
+        job: Train, evaluate the model that is sent, or answer a planner's probe with it (`fisher`).
         client: Its id.
         server_round: From 1.
         seed: The run's seed, root of all named streams.
@@ -47,9 +48,17 @@ class Task:
         keep_downlink: Whether the client keeps what it received (partial downlink).
         threads: CPU threads for training and evaluating.
         split: What to evaluate on.
+        frozen_kinds: Kinds of tensors in trained strata that are not trained in this round (one factor of each pair).
+        local_kinds: Kinds that stay on the client, in every stratum.
+        drawn_kinds: Kinds that both sides draw from a named stream instead of sending them.
+        drawn_round: The round in that stream's name; 0 for the first values of the run.
+        scaling_power: p in s_k = s·(r/r_k)^p, the client's scaling at its rank r_k, with the server's s and r.
+        skip_blocks: Whether the model consists of the strata in `ranks` only, other blocks being left out.
+        merges: What follows in front of the payload's values: updates of the base, as `BaseLog.since` says.
+        options: Of a probe.
     """
 
-    job: Literal["train", "evaluate"]
+    job: Literal["train", "evaluate", "fisher"]
     client: str
     server_round: int
     seed: int
@@ -68,6 +77,14 @@ class Task:
     keep_downlink: bool = False
     threads: int = 1
     split: Literal["", "client_validation", "server_validation", "test"] = ""
+    frozen_kinds: list[Kind] = field(default_factory=list)
+    local_kinds: list[Kind] = field(default_factory=list)
+    drawn_kinds: list[Kind] = field(default_factory=list)
+    drawn_round: int = 0
+    scaling_power: float = 0.0
+    skip_blocks: bool = False
+    merges: list[list[Any]] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def layouts(self, server_layout: Layout) -> TaskLayouts:
         """The layouts that follow from the plan; both sides compute them alike."""
@@ -77,14 +94,19 @@ class Task:
         sent = {parse_stratum(s) for s in self.sent}
         check_ranks(present, server_layout, where=f"task for client {self.client}")
         whole = server_layout.with_ranks(present)
-        shared = [s for s in whole.strata if s not in local]
+        mine = server_layout.with_ranks(trained).without(self.frozen_kinds)
+        shared = whole.restrict(s for s in whole.strata if s not in local).without(self.local_kinds)
         return TaskLayouts(
             present=whole,
-            trained=server_layout.with_ranks(trained),
-            shared=whole.restrict(shared),
-            down=whole.restrict(s for s in shared if s in sent),
-            up=server_layout.with_ranks({s: r for s, r in trained.items() if s not in local}),
+            trained=mine,
+            shared=shared,
+            down=shared.restrict(s for s in shared.strata if s in sent).without(self.drawn_kinds),
+            up=mine.restrict(s for s in mine.strata if s not in local).without(self.local_kinds),
         )
+
+    def scalings(self, server_scaling: Mapping[str, float], server_layout: Layout, layout: Layout) -> dict[str, float]:
+        """s_k = s·(r/r_k)^p for every target of `layout`, the part of the model that the client has."""
+        return client_scalings(server_scaling, server_layout, layout, self.scaling_power)
 
 
 @dataclass(frozen=True)
@@ -95,7 +117,7 @@ class TaskLayouts:
         present: In the forward pass.
         trained: Of these, trained.
         shared: Of the present ones, known to the server.
-        down: Of the shared ones, in the task.
+        down: Of the shared ones, in the task (others the client holds, or draws).
         up: In the reply.
     """
 

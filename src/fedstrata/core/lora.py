@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -38,7 +38,24 @@ def lora_scaling(alpha: float, rank: int, rule: ScalingRule = "alpha_over_r") ->
     return alpha / (rank if rule == "alpha_over_r" else math.sqrt(rank))
 
 
-def init_lora(seed: int, layout: Layout) -> NamedTensors:
+def client_scalings(
+    server_scaling: Mapping[str, float], server_layout: Layout, layout: Layout, power: float
+) -> dict[str, float]:
+    """s_k = s·(r/r_k)^p per target: a client's scaling at its rank r_k, from the server's s and r.
+
+    With s = alpha/r, p = 1 gives alpha/r_k; with s = alpha/√r, p = ½ gives alpha/√r_k; p = 0 gives s.
+
+    Args:
+        server_scaling: s per target.
+        server_layout: Where r stands.
+        layout: The client's: r_k.
+        power: p.
+    """
+    ranks = {s.target: (server_layout[s.name].rank, s.rank) for s in layout if s.kind != "weight"}
+    return {t: server_scaling[t] * (whole / mine) ** power for t, (whole, mine) in ranks.items()}
+
+
+def init_lora(seed: int, layout: Layout, *, server_round: int = 0) -> NamedTensors:
     """First values of all LoRA pairs of a layout.
 
     A ~ U(−1/√in, 1/√in) from generator(seed, "lora_init", target), B = 0. Rows are drawn in order, so that a
@@ -47,15 +64,17 @@ def init_lora(seed: int, layout: Layout) -> NamedTensors:
     Args:
         seed: The run's seed.
         layout: Its plain weights are skipped.
+        server_round: For pairs that are drawn anew in every round: the stream is (seed, "lora_init", round, target).
 
     Returns:
         float32, by name, in the layout's order.
     """
+    path = (server_round,) if server_round else ()
     tensors: NamedTensors = {}
     for spec in layout:
         if spec.kind == "lora_A":
             bound = 1 / math.sqrt(spec.shape[1])
-            rng = generator(seed, "lora_init", spec.target)
+            rng = generator(seed, "lora_init", *path, spec.target)
             tensors[spec.name] = rng.uniform(-bound, bound, spec.shape).astype(np.float32)
         elif spec.kind == "lora_B":
             tensors[spec.name] = np.zeros(spec.shape, np.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -18,7 +18,12 @@ NamedTensors: TypeAlias = dict[str, np.ndarray]
 Stratum: TypeAlias = int | Literal["embeddings", "head"]
 """A transformer block's number, counted from the input, or one of the two named strata."""
 
-Kind: TypeAlias = Literal["lora_A", "lora_B", "weight"]
+Kind: TypeAlias = Literal["lora_A", "lora_B", "lora_R", "adapter_down", "adapter_bias", "adapter_up", "weight"]
+"""What a tensor is: a factor of a LoRA pair, R between two frozen factors, a part of a bottleneck adapter of some width,
+or a plain weight."""
+
+_ROWS = frozenset({"lora_A", "adapter_down", "adapter_bias"})
+_COLUMNS = frozenset({"lora_B", "adapter_up"})
 
 EMBEDDINGS: Literal["embeddings"] = "embeddings"
 HEAD: Literal["head"] = "head"
@@ -57,8 +62,9 @@ class TensorSpec:
     """One tensor of a layout.
 
     Attributes:
-        name: `<module path>.lora_A`, `<module path>.lora_B`, or the parameter's own name.
-        shape: lora_A `[rank, in_features]`, lora_B `[out_features, rank]`, or the parameter's shape.
+        name: `<module path>.<kind>`, or a plain weight's own name.
+        shape: lora_A `[rank, in_features]`, lora_B `[out_features, rank]`, lora_R `[rank, rank]`, adapter_down
+            `[width, features]`, adapter_bias `[width]`, adapter_up `[features, width]`, or the parameter's shape.
         stratum: The stratum it belongs to.
         kind: Its part in the adapter.
     """
@@ -80,18 +86,19 @@ class TensorSpec:
 
     @property
     def rank(self) -> int:
-        """The rank of a LoRA factor; 0 for a plain weight."""
+        """The rank of a LoRA factor, the width of a bottleneck adapter; 0 for a plain weight."""
         if self.kind == "weight":
             return 0
-        return self.shape[0] if self.kind == "lora_A" else self.shape[1]
+        return self.shape[1] if self.kind in _COLUMNS else self.shape[0]
 
     def with_rank(self, rank: int) -> TensorSpec:
         """The same tensor cut to its first `rank` slices; a plain weight is returned unchanged."""
-        if self.kind == "lora_A":
-            return TensorSpec(self.name, (rank, self.shape[1]), self.stratum, self.kind)
-        if self.kind == "lora_B":
-            return TensorSpec(self.name, (self.shape[0], rank), self.stratum, self.kind)
-        return self
+        if self.kind == "weight":
+            return self
+        if self.kind == "lora_R":
+            return TensorSpec(self.name, (rank, rank), self.stratum, self.kind)
+        shape = (rank, *self.shape[1:]) if self.kind in _ROWS else (*self.shape[:-1], rank)
+        return TensorSpec(self.name, shape, self.stratum, self.kind)
 
 
 @dataclass(frozen=True)
@@ -137,7 +144,7 @@ class Layout:
     @cached_property
     def targets(self) -> tuple[str, ...]:
         """The linear maps with a LoRA pair, in order."""
-        return tuple(dict.fromkeys(s.target for s in self.specs if s.kind != "weight"))
+        return tuple(dict.fromkeys(s.target for s in self.specs if s.kind.startswith("lora_")))
 
     def of(self, stratum: Stratum) -> tuple[TensorSpec, ...]:
         """The tensors of one stratum."""
@@ -147,6 +154,10 @@ class Layout:
         """The same layout with only these strata."""
         keep = set(strata)
         return Layout(tuple(s for s in self.specs if s.stratum in keep))
+
+    def without(self, kinds: Collection[Kind]) -> Layout:
+        """The same layout without tensors of these kinds."""
+        return Layout(tuple(s for s in self.specs if s.kind not in kinds)) if kinds else self
 
     def with_ranks(self, ranks: Mapping[Stratum, int]) -> Layout:
         """The layout of a plan: LoRA factors cut to the stratum's rank, left out at rank 0.

@@ -1,28 +1,12 @@
 """One short file per published method: a composition of five parts, and what it is good for."""
 
-from fedstrata.method import (
-    central,
-    fedavg,
-    fedit,
-    fedprox,
-    fedra_freeze,
-    last_k,
-    local_only,
-    suffix_by_device,
-)
-from fedstrata.method.base import METHODS, Method, MethodEntry, MethodFacts
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "METHODS",
-    "Method",
-    "MethodEntry",
-    "MethodFacts",
-    "central",
-    "fedavg",
-    "fedit",
-    "fedprox",
-    "fedra_freeze",
-    "last_k",
-    "local_only",
-    "suffix_by_device",
-]
+from fedstrata.method.base import Method, PairRule
+from fedstrata.method.registry import METHODS, MethodEntry, MethodFacts
+
+for _module in sorted(m.name for m in iter_modules(__path__)):
+    import_module(f"{__name__}.{_module}")  # each registers what it holds
+
+__all__ = ["METHODS", "Method", "MethodEntry", "MethodFacts", "PairRule"]

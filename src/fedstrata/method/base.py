@@ -1,20 +1,47 @@
-"""A published method is five choices in one short function."""
+"""A published method is five choices in one short function, and a few words on what travels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 from fedstrata.aggregate.base import Aggregator
 from fedstrata.codec.base import Codec
-from fedstrata.errors import ConfigError, did_you_mean
+from fedstrata.core.tensors import Kind
 from fedstrata.objective.base import Objective
+from fedstrata.optimize.base import ServerOptimizer
+from fedstrata.optimize.optimizers import NoOptimizer
 from fedstrata.plan.base import Planner
-from fedstrata.registry import check_options, to_config
+from fedstrata.registry import to_config
 from fedstrata.select.base import Selector
 
-Choice = Literal["plan", "objective", "codec", "aggregate", "select"]
+Choice: TypeAlias = Literal["plan", "objective", "codec", "aggregate", "select", "optimize"]
+ScalingOf: TypeAlias = Literal["shared", "by_rank", "by_sketch"] | float
+
+
+@dataclass(frozen=True)
+class PairRule:
+    """What happens to the two factors of a LoRA pair.
+
+    Attributes:
+        trained: Kinds that are trained, per round: round t takes entry (t − 1) mod length.
+        local: Kinds that stay on their client: neither sent nor received.
+        drawn: Kinds that both sides draw from a named stream instead of sending them.
+        redrawn: Whether the drawn ones are drawn anew in every round.
+        start: First values of A: `uniform` (PEFT's), or `orthonormal` rows.
+        slices: Which rank slices a client with a smaller rank has: the leading ones, or `drawn` anew in every round.
+    """
+
+    trained: tuple[tuple[Kind, ...], ...] = (("lora_A", "lora_B"),)
+    local: tuple[Kind, ...] = ()
+    drawn: tuple[Kind, ...] = ()
+    redrawn: bool = False
+    start: Literal["uniform", "orthonormal"] = "uniform"
+    slices: Literal["leading", "drawn"] = "leading"
+
+    def trained_in(self, server_round: int) -> tuple[Kind, ...]:
+        """Kinds that are trained in a round, from 1."""
+        return self.trained[(server_round - 1) % len(self.trained)]
 
 
 @dataclass(frozen=True)
@@ -31,6 +58,12 @@ class Method:
         open_choices: Choices that the experiment file may replace; the others *are* the method.
         topology: `federated`; `pooled`: one client holds everybody's data; `alone`: clients train and share nothing.
         adapters: Adapter kinds that it is defined for.
+        pairs: What happens to the factors of a LoRA pair.
+        scaling: `shared`: one s = alpha/r per target at the server's rank r; `by_rank`: a client of rank r_k has
+            s_k = alpha/r_k; `by_sketch`: s_k = s·r/r_k; a number: s itself, whatever the rank.
+        head: What happens to the head; None leaves it to the experiment.
+        optimizer: What the server does with the accepted mean.
+        skips_blocks: Whether a client's model consists of its trained blocks only.
     """
 
     planner: Planner
@@ -42,6 +75,11 @@ class Method:
     open_choices: frozenset[Choice] = frozenset({"codec"})
     topology: Literal["federated", "pooled", "alone"] = "federated"
     adapters: frozenset[str] = frozenset({"lora", "full"})
+    pairs: PairRule = field(default_factory=PairRule)
+    scaling: ScalingOf = "shared"
+    head: Literal["aggregate", "local"] | None = None
+    optimizer: ServerOptimizer = field(default_factory=NoOptimizer)
+    skips_blocks: bool = False
 
     def to_config(self) -> dict[str, Any]:
         """The resolved parts, for the record."""
@@ -51,6 +89,11 @@ class Method:
             "codec": to_config(self.codec),
             "aggregate": to_config(self.aggregator),
             "select": to_config(self.selector),
+            "optimize": to_config(self.optimizer),
+            "pairs": asdict(self.pairs),
+            "scaling": self.scaling,
+            "head": self.head,
+            "skips_blocks": self.skips_blocks,
             "send": self.send,
             "topology": self.topology,
         }
@@ -58,96 +101,3 @@ class Method:
     def with_parts(self, **parts: Any) -> Method:
         """The same method with some parts replaced."""
         return replace(self, **parts)
-
-
-@dataclass(frozen=True)
-class MethodFacts:
-    """What a reader wants to compare; `fedstrata methods` prints it.
-
-    Attributes:
-        paper: Where it was published.
-        trains: What clients train.
-        sends: What clients send.
-        exact: Whether the server's product equals the weighted mean of the clients' products.
-        needs_server_data: Whether the server needs examples of its own.
-        client_state: Whether clients keep something between rounds.
-        partial_participation: Whether a round may take a part of the fleet.
-        unequal_ranks: Whether clients may have different ranks.
-        unequal_depth: Whether clients may train different strata.
-        personalised: Whether every client ends with a model of its own.
-    """
-
-    paper: str
-    trains: str
-    sends: str
-    exact: bool | None
-    needs_server_data: bool = False
-    client_state: bool = False
-    partial_participation: bool = True
-    unequal_ranks: bool = False
-    unequal_depth: bool = False
-    personalised: bool = False
-
-
-@dataclass(frozen=True)
-class MethodEntry:
-    """A method as the registry knows it."""
-
-    name: str
-    make: Callable[..., Method]
-    facts: MethodFacts
-    aliases: tuple[str, ...] = ()
-
-    @property
-    def summary(self) -> str:
-        """First line of its docstring."""
-        return (self.make.__doc__ or "").strip().splitlines()[0]
-
-
-@dataclass
-class MethodRegistry:
-    """Methods by name and by the aliases that people type."""
-
-    entries: dict[str, MethodEntry] = field(default_factory=dict)
-
-    def register(
-        self, facts: MethodFacts, *, aliases: tuple[str, ...] = ()
-    ) -> Callable[[Callable[..., Method]], Callable[..., Method]]:
-        """Function decorator; the function's name is the method's."""
-
-        def add(make: Callable[..., Method]) -> Callable[..., Method]:
-            known = self.entries.get(make.__name__)
-            if known is not None:
-                both = f"{known.make.__module__} and {make.__module__}"
-                raise ConfigError(f'Two methods are called "{make.__name__}"', got=both)
-            self.entries[make.__name__] = MethodEntry(make.__name__, make, facts, aliases)
-            return make
-
-        return add
-
-    def find(self, name: str) -> MethodEntry:
-        """The method of this name or alias; case, spaces and dashes do not matter."""
-        wanted = _plain(name)
-        for entry in self.entries.values():
-            if wanted in {_plain(n) for n in (entry.name, *entry.aliases)}:
-                return entry
-        raise ConfigError(f'Unknown method "{name}"', where="method.name", do=did_you_mean(name, self.entries))
-
-    def build(self, name: str, options: Mapping[str, Any]) -> Method:
-        """The method with these options.
-
-        Raises:
-            ConfigError: With every wrong option at once.
-        """
-        entry = self.find(name)
-        values, problems = check_options(entry.make, options)
-        if problems:
-            raise ConfigError(f'Method "{entry.name}" has wrong options', problems=problems, where="method")
-        return entry.make(**values)
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "").replace(" ", "")
-
-
-METHODS = MethodRegistry()

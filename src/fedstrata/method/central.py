@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fedstrata.aggregate.holders import HoldersMean
 from fedstrata.codec.floats import Float32
-from fedstrata.method.base import METHODS, Method, MethodFacts
+from fedstrata.method.base import Method
+from fedstrata.method.registry import METHODS, MethodFacts
 from fedstrata.objective.task_loss import TaskLoss
 from fedstrata.plan.blocks import AllStrata
 from fedstrata.select.accept_all import AcceptAll
