@@ -19,8 +19,7 @@ Stratum: TypeAlias = int | Literal["embeddings", "head"]
 """A transformer block's number, counted from the input, or one of the two named strata."""
 
 Kind: TypeAlias = Literal["lora_A", "lora_B", "lora_R", "adapter_down", "adapter_bias", "adapter_up", "weight"]
-"""What a tensor is: a factor of a LoRA pair, R between two frozen factors, a part of a bottleneck adapter of some width,
-or a plain weight."""
+"""What a tensor is: a factor of a LoRA pair, R between frozen factors, a part of a bottleneck adapter, a plain weight."""
 
 _ROWS = frozenset({"lora_A", "adapter_down", "adapter_bias"})
 _COLUMNS = frozenset({"lora_B", "adapter_up"})
