@@ -7,18 +7,24 @@ and a test or a benchmark can put something simple in its place.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from fedstrata.codec.base import CODECS
+from fedstrata.codec.floats import Float32
+from fedstrata.core.merges import Merge, unpack_merges
 from fedstrata.core.rng import generator
-from fedstrata.core.tensors import Layout, NamedTensors, Stratum, TensorSpec, parse_stratum, stratum_name
-from fedstrata.core.wire import CLIENT_STATE, Bytes, Payload, pack_frame, unpack_frame
-from fedstrata.errors import ClientError, PayloadError
-from fedstrata.message import Reply, Task, TaskLayouts, fixed_width, pack_reply, unpack_task
+from fedstrata.core.tensors import Layout, NamedTensors, Stratum, parse_stratum, slice_tensors, stratum_name
+from fedstrata.core.wire import Bytes, Frame, Payload
+from fedstrata.errors import ClientError
+from fedstrata.message import FISHER, Reply, Task, TaskLayouts, drawn_tensors, fixed_width, pack_reply, unpack_task
+from fedstrata.objective.base import OBJECTIVES, Finished, FinishingObjective
+from fedstrata.record.client_state import ClientState
+
+FLOAT32 = Float32()
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,14 @@ class Score:
     num_correct: int
 
 
+@dataclass(frozen=True)
+class FisherSums:
+    """Σ over examples of ‖∇ log p(label)‖² by block, and how many examples; they add over clients."""
+
+    sums: Mapping[int, float]
+    count: int
+
+
 class Trainer(Protocol):
     """Whoever really trains. It knows the model and the clients' data."""
 
@@ -63,67 +77,24 @@ class Trainer(Protocol):
     def initial(self, layout: Layout) -> NamedTensors:
         """First values of strata that stay on the client, from the named streams."""
 
+    def take_merges(self, client: str, known: int, number: int, merges: Sequence[Merge]) -> None:
+        """Brings the base model to merge `number`; see `SiteBase.take`."""
+
     def train(self, task: Task, layouts: TaskLayouts, start: NamedTensors) -> LocalWork:
         """Trains from `start`; must leave what was not planned untouched."""
 
     def evaluate(self, task: Task, layouts: TaskLayouts, tensors: NamedTensors) -> Score:
         """Evaluates the model made of `tensors` on `task.split`."""
 
+    @property
+    def base_layout(self) -> Layout:
+        """A pair per map, whose sizes say how updates of the base (or frozen factors) are written."""
 
-@dataclass(frozen=True)
-class ClientState:
-    """What stays on the client between rounds.
+    def gradient(self, task: Task, layouts: TaskLayouts, tensors: NamedTensors) -> tuple[NamedTensors, int]:
+        """The loss's gradient at every map as a pair in `base_layout`, float32, and over how many examples."""
 
-    Attributes:
-        held: Decoded downlink that it keeps (partial downlink), and per stratum `[version, rank]`.
-        local: Strata that never leave it.
-        residual: What its codec left unsent.
-    """
-
-    versions: Mapping[str, list[int]] = field(default_factory=dict)
-    held: NamedTensors = field(default_factory=dict)
-    local: NamedTensors = field(default_factory=dict)
-    residual: NamedTensors = field(default_factory=dict)
-
-    def to_bytes(self, server_round: int) -> Bytes:
-        """One frame; empty bytes for an empty state."""
-        parts = {"held": self.held, "local": self.local, "residual": self.residual}
-        if not any(parts.values()):
-            return b""
-        header: dict[str, Any] = {"server_round": server_round, "versions": dict(self.versions)}
-        header |= {k: [[n, list(t.shape)] for n, t in p.items()] for k, p in parts.items()}
-        values = b"".join(np.ascontiguousarray(t, "<f4").tobytes() for p in parts.values() for t in p.values())
-        return pack_frame(CLIENT_STATE, "float32", header, Payload(b"", values))
-
-    @staticmethod
-    def from_bytes(data: Bytes, server_layout: Layout) -> ClientState:
-        """Reads a state; every tensor must fit into the server's layout.
-
-        Raises:
-            PayloadError: If it does not.
-        """
-        if not data:
-            return ClientState()
-        frame = unpack_frame(data, CLIENT_STATE, where="client state")
-        versions = _state_versions(frame.header.get("versions", {}))
-        offset, parts = 0, {}
-        values = memoryview(frame.payload.values)
-        for part in ("held", "local", "residual"):
-            tensors: NamedTensors = {}
-            entries = frame.header.get(part, [])
-            if not isinstance(entries, list):
-                raise PayloadError("The client state's header cannot be read", where=part)
-            for entry in entries:
-                name, shape = _state_entry(entry, server_layout)
-                size = 4 * int(np.prod(shape, dtype=np.int64))
-                if offset + size > len(values):
-                    raise PayloadError("The client state is cut short", where=name)
-                tensors[name] = np.frombuffer(values[offset : offset + size], "<f4").reshape(shape)
-                offset += size
-            parts[part] = tensors
-        if offset != len(values):
-            raise PayloadError("The client state is longer than it says", expected=str(offset), got=str(len(values)))
-        return ClientState(versions=versions, **parts)
+    def fisher(self, task: Task, layouts: TaskLayouts, tensors: NamedTensors) -> FisherSums:
+        """Answers a probe with this client's held-out examples."""
 
 
 def run_client(task_bytes: Bytes, client_state: Bytes, trainer: Trainer) -> tuple[Bytes, Bytes]:
@@ -144,29 +115,59 @@ def run_client(task_bytes: Bytes, client_state: Bytes, trainer: Trainer) -> tupl
     task, frame = unpack_task(task_bytes)
     layouts = task.layouts(trainer.server_layout)
     state = ClientState.from_bytes(client_state, trainer.server_layout)
-    received = CODECS.build(task.downlink).decode(frame.payload, layouts.down)
-    start = _assemble(task, layouts, received, state, trainer)
+    start = _receive(task, frame, layouts, state, trainer)
+    if task.job == "train":
+        return _train(task, layouts, state, start, trainer)
     if task.job == "evaluate":
         score = trainer.evaluate(task, layouts, start)
-        reply = Reply(
+        answer = Reply(
             task.client, task.server_round, score.num_examples, loss=score.loss_sum, num_correct=score.num_correct
         )
-        return pack_reply(reply, None, Payload()), client_state
+    elif task.job == "gradient":
+        pairs, count = trainer.gradient(task, layouts, start)
+        payload, _ = FLOAT32.encode(pairs, trainer.base_layout, {}, generator(task.seed, "codec"))
+        return pack_reply(Reply(task.client, task.server_round, count), FLOAT32, payload), client_state
+    else:
+        found = trainer.fisher(task, layouts, start)
+        numbers = {f"{FISHER}{s}": float(x) for s, x in found.sums.items()}
+        answer = Reply(task.client, task.server_round, found.count, numbers=numbers)
+    return pack_reply(answer, None, Payload()), client_state
+
+
+def _receive(task: Task, frame: Frame, layouts: TaskLayouts, state: ClientState, trainer: Trainer) -> NamedTensors:
+    """Everything that the client starts from; the base model is brought to the task's merge."""
+    payload = frame.payload
+    known, number = task.base
+    if number:
+        merges, rest = unpack_merges(task.merges, payload.values, trainer.base_layout)
+        trainer.take_merges(task.client, known, number, merges)
+        payload = Payload(payload.side, rest)
+    received = CODECS.build(task.downlink).decode(payload, layouts.down) | drawn_tensors(task, layouts.shared)
+    return _assemble(task, layouts, received, state, trainer)
+
+
+def _train(
+    task: Task, layouts: TaskLayouts, state: ClientState, start: NamedTensors, trainer: Trainer
+) -> tuple[Bytes, Bytes]:
+    """Trains, decides what is sent, encodes, and keeps what stays here."""
     work = trainer.train(task, layouts, start)
     trained, warnings = check_trained(work, layouts, start)
     where = f"client {task.client} after training"
-    local = {parse_stratum(s) for s in task.local}
-    own = {s.name: work.tensors[s.name] for s in layouts.trained if s.stratum in local}
-    layouts.trained.restrict(local).check(own, where=where)
+    own_layout = Layout(tuple(s for s in layouts.trained if s.name not in layouts.up))
+    own = {s.name: work.tensors[s.name] for s in own_layout}
+    own_layout.check(own, where=where)
+    finished, up = _finish(task, layouts, work, start)
     codec = CODECS.build(task.uplink)
     began = time.perf_counter()
     outgoing = {
         s.name: _delta(work.tensors[s.name], start[s.name]) if task.send == "delta" else work.tensors[s.name]
         for s in layouts.up
     }
-    layouts.up.check(outgoing, where=where)
+    if up is not layouts.up:
+        outgoing = slice_tensors(outgoing, up)
+    up.check(outgoing, where=where)
     rng = generator(task.seed, "codec", task.server_round, task.client)
-    payload, residual = codec.encode(outgoing, layouts.up, state.residual, rng)
+    payload, residual = codec.encode(outgoing, up, state.residual, rng)
     measured = dict(work.measured) | {"encode_s": time.perf_counter() - began}
     reply = Reply(
         client=task.client,
@@ -174,20 +175,36 @@ def run_client(task_bytes: Bytes, client_state: Bytes, trainer: Trainer) -> tupl
         num_examples=work.num_examples,
         num_steps=work.num_steps,
         loss=work.loss,
-        ranks={str(s): max(x.rank for x in layouts.up.of(s)) or 1 for s in layouts.up.strata},
+        ranks={str(s): max(x.rank for x in up.of(s)) or 1 for s in up.strata},
         trained=[str(s) for s in trained],
         warnings=warnings,
         precision=work.precision,
-        numbers=dict(work.numbers),
+        numbers=dict(work.numbers) | dict(finished.numbers),
         measured={k: fixed_width(v) for k, v in measured.items()},
     )
+    keeps = task.keep_downlink
     new_state = ClientState(
-        versions={s: [v, _rank(layouts.present, s)] for s, v in task.versions.items()} if task.keep_downlink else {},
-        held={s.name: start[s.name] for s in layouts.present if s.stratum not in local} if task.keep_downlink else {},
+        versions={s: [v, _rank(layouts.present, s)] for s, v in task.versions.items()} if keeps else {},
+        held={s.name: start[s.name] for s in layouts.shared if s.kind not in task.drawn_kinds} if keeps else {},
         local=state.local | own,
         residual=residual,
     )
     return pack_reply(reply, codec, payload), new_state.to_bytes(task.server_round)
+
+
+def _finish(task: Task, layouts: TaskLayouts, work: LocalWork, start: NamedTensors) -> tuple[Finished, Layout]:
+    """What the objective says about the result, and the layout of what is sent."""
+    objective = OBJECTIVES.build(task.objective) if task.objective else None
+    if not isinstance(objective, FinishingObjective):
+        return Finished(), layouts.up
+    names = layouts.trained.names
+    finished = objective.finish({n: work.tensors[n] for n in names}, {n: start[n] for n in names})
+    if finished.rank is None:
+        return finished, layouts.up
+    ranks: dict[Stratum, int] = {
+        s: min(finished.rank, max(x.rank for x in layouts.up.of(s))) or 1 for s in layouts.up.strata
+    }
+    return finished, layouts.up.with_ranks(ranks)
 
 
 def check_trained(work: LocalWork, layouts: TaskLayouts, start: NamedTensors) -> tuple[list[Stratum], list[str]]:
@@ -224,8 +241,7 @@ def _assemble(
     task: Task, layouts: TaskLayouts, received: NamedTensors, state: ClientState, trainer: Trainer
 ) -> NamedTensors:
     """The start of this round: what came, what the client holds, and what is its own."""
-    local = {parse_stratum(s) for s in task.local}
-    own = layouts.present.restrict(local)
+    own = Layout(tuple(s for s in layouts.present if s.name not in layouts.shared))
     missing = Layout(tuple(s for s in own if s.name not in state.local))
     first = trainer.initial(missing) if len(missing) else {}
     start: NamedTensors = {}
@@ -233,7 +249,7 @@ def _assemble(
         key = str(spec.stratum)
         if spec.name in received:
             start[spec.name] = received[spec.name]
-        elif spec.stratum in local:
+        elif spec.name in own:
             start[spec.name] = state.local.get(spec.name, first.get(spec.name))  # type: ignore[assignment]
         elif state.versions.get(key, [-1, 0])[0] == task.versions.get(key) and spec.name in state.held:
             start[spec.name] = state.held[spec.name]
@@ -248,26 +264,3 @@ def _assemble(
 
 def _rank(layout: Layout, stratum: str) -> int:
     return max((s.rank for s in layout.of(parse_stratum(stratum))), default=0)
-
-
-def _state_versions(value: Any) -> dict[str, list[int]]:
-    """Versions as `{stratum: [version, rank]}`, or an error."""
-    fits = isinstance(value, dict) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(n, int) for n in pair) for pair in value.values()
-    )
-    if not fits:
-        raise PayloadError("The client state's header cannot be read", where="versions")
-    return dict(value)
-
-
-def _state_entry(entry: Any, layout: Layout) -> tuple[str, tuple[int, ...]]:
-    try:
-        name, shape = str(entry[0]), tuple(int(n) for n in entry[1])
-    except (TypeError, ValueError, IndexError, KeyError) as error:
-        raise PayloadError("The client state's header cannot be read") from error
-    if name not in layout:
-        raise PayloadError("The client state holds an unknown tensor", got=name[:200])
-    spec: TensorSpec = layout[name]
-    if len(shape) != len(spec.shape) or any(not 0 <= n <= m for n, m in zip(shape, spec.shape, strict=True)):
-        raise PayloadError(f"The client state's {name} does not fit", expected=f"{spec.shape}", got=f"{shape}")
-    return name, shape

@@ -12,13 +12,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedstrata.aggregate.base import ClientUpdate
 from fedstrata.codec.base import CODECS, Codec, wire_id
-from fedstrata.core.lora import client_scalings
+from fedstrata.core.lora import client_scalings, init_lora
 from fedstrata.core.tensors import Kind, Layout, NamedTensors, Stratum, parse_stratum, slice_tensors, stratum_name
 from fedstrata.core.wire import REPLY, TASK, Bytes, Frame, Payload, canonical_json, pack_frame, unpack_frame
 from fedstrata.errors import PayloadError
 
 Ranks = Mapping[Stratum, int]
 H = TypeVar("H")
+FISHER = "fisher."
+"""Prefix of a stratum's sum in the numbers of a probe's reply."""
+
 _MAX_COUNT = 1 << 40
 _MAX_LOSS = 1e30
 _FIXED_WIDTH = re.compile(r"[0-9]{10}\.[0-9]{6}")
@@ -29,7 +32,8 @@ class Task:
     """The header of a task: everything that a client needs to know beside the tensors.
 
     Attributes:
-        job: Train, evaluate the model that is sent, or answer a planner's probe with it (`fisher`).
+        job: Train, evaluate the model that is sent, or answer a planner's probe with it (`fisher`,
+            `gradient`).
         client: Its id.
         server_round: From 1.
         seed: The run's seed, root of all named streams.
@@ -54,11 +58,12 @@ class Task:
         drawn_round: The round in that stream's name; 0 for the first values of the run.
         scaling_power: p in s_k = s·(r/r_k)^p, the client's scaling at its rank r_k, with the server's s and r.
         skip_blocks: Whether the model consists of the strata in `ranks` only, other blocks being left out.
-        merges: What follows in front of the payload's values: updates of the base, as `BaseLog.since` says.
+        base: [known, number]: the merge that this client is known to stand at, and the one that it trains at.
+        merges: Updates of the base that stand before the payload's values, as `pack_merges` says.
         options: Of a probe.
     """
 
-    job: Literal["train", "evaluate", "fisher"]
+    job: Literal["train", "evaluate", "fisher", "gradient"]
     client: str
     server_round: int
     seed: int
@@ -83,16 +88,18 @@ class Task:
     drawn_round: int = 0
     scaling_power: float = 0.0
     skip_blocks: bool = False
+    base: list[int] = field(default_factory=lambda: [0, 0])
     merges: list[list[Any]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
 
     def layouts(self, server_layout: Layout) -> TaskLayouts:
         """The layouts that follow from the plan; both sides compute them alike."""
-        trained = {parse_stratum(s): r for s, r in self.ranks.items()}
-        present = trained | {parse_stratum(s): r for s, r in self.reads.items()}
-        local = {parse_stratum(s) for s in self.local}
-        sent = {parse_stratum(s) for s in self.sent}
-        check_ranks(present, server_layout, where=f"task for client {self.client}")
+        where = f"task for client {self.client}"
+        trained = {parse_key(s, where): r for s, r in self.ranks.items()}
+        present = trained | {parse_key(s, where): r for s, r in self.reads.items()}
+        local = {parse_key(s, where) for s in self.local}
+        sent = {parse_key(s, where) for s in self.sent}
+        check_ranks(present, server_layout, where=where)
         whole = server_layout.with_ranks(present)
         mine = server_layout.with_ranks(trained).without(self.frozen_kinds)
         shared = whole.restrict(s for s in whole.strata if s not in local).without(self.local_kinds)
@@ -143,7 +150,7 @@ class Reply:
         trained: Strata that really changed.
         warnings: What the client noticed.
         precision: Precision of its base model.
-        numbers: What the method itself reports.
+        numbers: What the method itself reports; of a probe, its sums and their count.
         measured: Seconds and bytes as fixed-width text, so that a reply's length does not depend on them.
     """
 
@@ -159,6 +166,13 @@ class Reply:
     precision: str = "fp32"
     numbers: dict[str, float] = field(default_factory=dict)
     measured: dict[str, str] = field(default_factory=dict)
+
+
+def drawn_tensors(task: Task, layout: Layout) -> NamedTensors:
+    """What both sides draw instead of sending it: the tensors of `task.drawn_kinds` in a layout."""
+    kinds = set(task.drawn_kinds)
+    wanted = Layout(tuple(s for s in layout if s.kind in kinds))
+    return init_lora(task.seed, wanted, server_round=task.drawn_round)
 
 
 def fixed_width(value: float) -> str:
@@ -211,7 +225,15 @@ def unpack_task(data: Bytes) -> tuple[Task, Frame]:
         PayloadError: If the bytes are not a whole, well-formed task.
     """
     frame = unpack_frame(data, TASK, where="task")
-    return _header(Task, frame, "task"), frame
+    task = _header(Task, frame, "task")
+    if len(task.base) != 2 or not 0 <= task.base[0] <= task.base[1]:
+        raise PayloadError(
+            "The header's merge numbers make no sense",
+            where="task, field base",
+            expected="[known, number] with 0 ≤ known ≤ number",
+            got=f"{task.base}"[:100],
+        )
+    return task, frame
 
 
 def pack_reply(reply: Reply, codec: Codec | None, payload: Payload) -> Bytes:
@@ -220,7 +242,14 @@ def pack_reply(reply: Reply, codec: Codec | None, payload: Payload) -> Bytes:
 
 
 def unpack_reply(
-    data: Bytes, task: Task, server_layout: Layout, start: NamedTensors, *, num_examples: int | None
+    data: Bytes,
+    task: Task,
+    server_layout: Layout,
+    start: NamedTensors,
+    *,
+    num_examples: int | None,
+    server_scaling: Mapping[str, float] | None = None,
+    slices: Mapping[Stratum, tuple[int, ...]] | None = None,
 ) -> tuple[ClientUpdate, Reply]:
     """Reads and checks a client's answer to `task`.
 
@@ -230,6 +259,8 @@ def unpack_reply(
         server_layout: The server's tensors.
         start: The decoded downlink that the client started from, as in `task.layouts().present` at least.
         num_examples: What the client registered with; None accepts what it says.
+        server_scaling: s per target.
+        slices: Which rank slices the client was given, where they are not the leading ones.
 
     Raises:
         PayloadError: If anything is not as planned: checksum, layout, a larger rank, another client or round,
@@ -273,10 +304,16 @@ def unpack_reply(
         layout.check_shapes(values, where=where)  # decode has refused what is not finite
     except PayloadError as error:
         raise PayloadError(error.what, where=where, expected=error.expected, got=error.got, do=error.do) from error
-    begin = {s.name: start[s.name] for s in layout}
-    if any(begin[s.name].shape != s.shape for s in layout):
-        begin = slice_tensors(begin, layout)
-    return ClientUpdate(reply.client, reply.num_examples, layout, begin, values, task.send, reply.numbers), reply
+    whole = server_layout.with_ranks(stated)  # with the factors that were not trained
+    known = Layout(tuple(s for s in whole if s.name in start))
+    begin = {s.name: start[s.name] for s in known}
+    if any(begin[s.name].shape != s.shape for s in known):
+        begin = slice_tensors(begin, known)
+    scalings = task.scalings(server_scaling, server_layout, planned) if server_scaling else {}
+    update = ClientUpdate(
+        reply.client, reply.num_examples, layout, begin, values, task.send, reply.numbers, scalings, dict(slices or {})
+    )
+    return update, reply
 
 
 def reply_header(frame: Frame, *, where: str) -> Reply:

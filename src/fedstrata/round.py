@@ -1,4 +1,4 @@
-"""The round: plan, send, train, receive, merge, select, apply, measure, in this order.
+"""The round: ask, plan, send, train, receive, merge, select, apply, measure, in this order.
 
 `run_round` is the whole pipeline; what it calls is the same in every engine.
 """
@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedstrata.aggregate.base import ClientUpdate, MergeContext
-from fedstrata.aggregate.exactness import ExactnessProbe
-from fedstrata.core.tensors import stratum_order
+from fedstrata.aggregate.base import ClientUpdate
 from fedstrata.core.wire import Bytes, SectionBytes, frame_sections
 from fedstrata.errors import AggregationError, PayloadError, RoundError
-from fedstrata.message import pack_task, rank_keys, unpack_reply
+from fedstrata.message import unpack_reply
 from fedstrata.plan.base import RoundPlan
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.failure import ClientFailure
-from fedstrata.select.base import SelectContext
+from fedstrata.server.contest import decide
+from fedstrata.server.lanes import open_lanes
 from fedstrata.server.measure import Traffic, add_totals, client_record, round_record
+from fedstrata.server.probe import ask
 from fedstrata.server.setup import Engine, RoundSetup
-from fedstrata.server.tasks import Downlink, make_task, plan_round
+from fedstrata.server.tasks import plan_round
 
 
 @dataclass(frozen=True)
@@ -48,35 +48,29 @@ def run_round(
     """
     observer = observer or Observer()
     began = time.perf_counter()
-    plan, planner_state = plan_round(setup, state)
+    asked = ask(setup, state, engine, observer.payload)
+    state = state if asked.base is None else replace(state, base=asked.base)
+    plan, planner_state = plan_round(setup, state, asked.answers)
     observer.planned(plan)
     server_round = plan.server_round
-    downlink = Downlink(setup, state.tensors)
+    lanes = open_lanes(setup, state, plan)
     traffic: dict[str, Traffic] = {}
-    aggregator = setup.method.aggregator
-    accumulator = aggregator.zero(setup.layout, MergeContext(setup.scaling, setup.seed, server_round))
-    probe = ExactnessProbe(setup.layout, setup.scaling, aggregator, max_values=setup.exactness_values)
     client_records = []
-    num_merged = 0
 
     def tasks() -> Iterator[tuple[str, int, Bytes]]:
         for client_plan in plan.clients:
-            task = make_task(setup, state, client_plan)
-            layouts = task.layouts(setup.layout)
-            data = pack_task(task, setup.downlink, downlink.payload(layouts.down))
-            mine = Traffic(client_plan, task, downlink.start(layouts.shared), down=frame_sections(data))
-            traffic[task.client] = mine
-            observer.payload(server_round, task.client, "down", data)
-            yield task.client, task.accepted_round, data
+            mine = lanes[client_plan.group].send(client_plan)
+            traffic[client_plan.client] = mine
+            observer.payload(server_round, client_plan.client, "down", mine.data)
+            yield client_plan.client, mine.task.accepted_round, mine.data
+            mine.data = b""
 
     for client, answer in engine.run(tasks()):
         mine = traffic[client]
         update = _receive(setup, mine, answer, observer)
         if update is not None and len(update.layout):
             try:
-                accumulator = aggregator.add(accumulator, update)
-                probe.add(update)
-                num_merged += 1
+                lanes[mine.plan.group].add(update)
             except AggregationError as error:  # the accumulator is as it was
                 mine.refuse("bad reply", str(error))
         mine.start = {}
@@ -91,27 +85,21 @@ def run_round(
             got=_first_failures(traffic.values()),
             do="mend the clients, or lower rounds.min_replies; the rounds before this one are kept",
         )
-    tensors, versions, selector_state = state.tensors, dict(state.versions), dict(state.selector)
-    merged: dict[str, Any] = {"holders": {}, "exactness": None, "selection": None, "statistics": {}}
-    if num_merged:  # else everything that was trained stays on its client
-        proposal = aggregator.finish(accumulator, state.tensors)
-        merged["holders"] = rank_keys(dict(sorted(proposal.holders.items(), key=lambda i: stratum_order(i[0]))))
-        merged["statistics"] = dict(proposal.statistics)
-        merged["exactness"] = probe.finish(proposal, state.tensors)
-        context = SelectContext(setup.layout, state.tensors, server_round, setup.seed)
-        accepted, selector_state, merged["selection"] = setup.method.selector.select(selector_state, proposal, context)
-        tensors = state.tensors | accepted.tensors
-        versions |= {str(s): server_round for s in accepted.holders}
-    record = round_record(plan, client_records, merged)
+    applied = {group: lane.finish(server_round) for group, lane in lanes.items()}
+    outcome = decide(setup, state, applied, dict(planner_state), engine, server_round)
+    record = round_record(plan, client_records, outcome.record, asked.record)
     new_state = replace(
         state,
-        tensors=tensors,
+        tensors=outcome.applied.tensors,
+        groups=outcome.groups,
         server_round=server_round,
-        versions=versions,
-        planner=setup.method.planner.observe(
-            dict(planner_state), record | {"clients": _without_measured(client_records)}
-        ),
-        selector=selector_state,
+        versions=outcome.applied.versions,
+        planner=setup.method.planner.observe(outcome.planner, record | {"clients": _without_measured(client_records)}),
+        selector=outcome.applied.selector,
+        base=outcome.applied.base,
+        merged=_merged(state, traffic),
+        moments=outcome.applied.optimizer.moments,
+        optimizer_steps=outcome.applied.optimizer.steps,
         accepted=dict(state.accepted) | {t.plan.client: server_round for t in good},
         acknowledged=_acknowledge(setup, state, traffic),
         totals=add_totals(state.totals, record),
@@ -149,7 +137,15 @@ def _receive(
     mine.up = SectionBytes(values=len(answer))
     try:
         registered = setup.workers[task.client].num_examples
-        update, mine.reply = unpack_reply(answer, task, setup.layout, mine.start, num_examples=registered)
+        update, mine.reply = unpack_reply(
+            answer,
+            task,
+            setup.layout,
+            mine.start,
+            num_examples=registered,
+            server_scaling=setup.scaling,
+            slices=mine.slices,
+        )
     except PayloadError as error:
         mine.refuse("bad reply", str(error))
         return None
@@ -169,4 +165,16 @@ def _acknowledge(
         if mine.reply is not None:
             ranks = mine.task.ranks | mine.task.reads
             known[client] = {s: [v, ranks[s]] for s, v in mine.task.versions.items()}
+    return dict(sorted(known.items()))
+
+
+def _merged(state: ServerState, traffic: Mapping[str, Traffic]) -> dict[str, int]:
+    """The merge that each client stands at. After a failure nobody knows, so that everything is sent again."""
+    if not state.base.number:
+        return {}
+    known = dict(state.merged)
+    for client, mine in traffic.items():
+        known.pop(client, None)
+        if mine.reply is not None:
+            known[client] = state.base.number
     return dict(sorted(known.items()))

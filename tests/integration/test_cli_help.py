@@ -11,12 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 from fedstrata import __version__
 from fedstrata.cli import click_command, run_cli
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("quickstart", "init", "plan", "run", "report", "assets", "methods", "diff", "schema")
+COMMANDS = (
+    "quickstart", "init", "plan", "run", "report", "assets", "methods", "diff", "cite", "schema", "check-part",
+    "new-method",
+)  # fmt: skip
 HEAVY = ("torch", "transformers", "peft", "datasets", "altair", "pandas")
 
 
@@ -82,8 +86,9 @@ def test_tables_keep_to_the_width_of_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    assert run_cli(["methods"]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= int(columns)
+    for command in (["methods"], ["methods", "--compare"], ["methods", "hetlora", "flexlora", "--compare"]):
+        assert run_cli(command) == 0
+        assert max(map(cell_len, capsys.readouterr().out.splitlines())) <= int(columns)
 
 
 def test_methods_and_schema_and_assets_print_json_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +128,17 @@ def test_kept_payloads_rebuild_the_mean(runs: Any) -> None:
 
 def test_the_test_set_is_read_at_the_end_and_never_before(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[tuple[str, int]] = []
-    score, folder = TorchTrainer.score, runs.world / "run"
+    folder = runs.world / "run"
 
-    def counted(self: TorchTrainer, tensors: Any, split: str) -> Score:
-        reads.append((split, len(runs.lines(folder, "rounds"))))
-        return score(self, tensors, split)
+    def count(score: Callable[..., Score]) -> Callable[..., Score]:
+        def counted(self: TorchTrainer, *args: Any) -> Score:
+            reads.append((args[-1], len(runs.lines(folder, "rounds"))))
+            return score(self, *args)
 
-    monkeypatch.setattr(TorchTrainer, "score", counted)
+        return counted
+
+    for name in ("score", "score_adapter"):
+        monkeypatch.setattr(TorchTrainer, name, count(getattr(TorchTrainer, name)))
     runs("run")
     # validation once per round, before the round's line is written; the test for the kept model and for the base
     assert reads == [("server_validation", 0), ("server_validation", 1), ("server_validation", 2), *[("test", 3)] * 2]

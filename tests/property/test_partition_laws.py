@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstrata.data.config import PartitionConfig
+from fedstrata.data.config import PARTITION_KINDS, PartitionConfig
 from fedstrata.data.partition import client_ids, natural_ids, partition
 from fedstrata.errors import DataError
 
-KINDS = get_args(PartitionConfig.model_fields["kind"].annotation)
-POOLED = [kind for kind in KINDS if kind != "natural"]
+POOLED = [kind for kind in PARTITION_KINDS if kind != "natural"]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[PartitionConfig, np.ndarray, list[str], int, int]:
-    kind = draw(st.sampled_from(KINDS))
+    kind = draw(st.sampled_from(PARTITION_KINDS))
     config = PartitionConfig(
         kind=kind,
         alpha=draw(st.sampled_from([1e-8, 0.01, 0.5, 10.0, 1e8])),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fedstrata.core.shape import ModelShape, TargetShape, global_layout
@@ -46,6 +46,15 @@ LEGEND = {
     "upload_s": {"laptop-16gb": 0.002, "jetson-nx": 0.004, "jetson-tx2": 0.01},
     "fixed_s": None,
     "smoothing": 0.3,
+    "rank_limit": None,
+}
+WINDOWS: dict[str, Any] = {
+    "id": "windows",
+    "window": 5,
+    "start_depth": 1,
+    "start_width": 2,
+    "step": 1,
+    "max_width": RANK,
 }
 
 CONFIGS: list[dict[str, Any]] = [
@@ -64,8 +73,16 @@ CONFIGS: list[dict[str, Any]] = [
     LEGEND | {"target_s": 10.0},
     {"id": "client_ranks", "ranks": {"laptop-16gb": 4, "jetson-nx": 2, "c11": 3, "jetson-tx2": 0}},
     {"id": "exclusive", "kinds": list(KINDS)},
+    {"id": "after_gradient", "examples": 8},
+    WINDOWS,
     {"id": "fixed", "clients": {c: [k % NUM_BLOCKS, (k + 3) % NUM_BLOCKS] for k, c in enumerate(FLEET.ids)}},
 ]
+
+
+OWN_RANKS = {"client_ranks", "windows"}
+"""Clients may have smaller ranks than the server."""
+FROM_THE_COHORT = {"depth_and_rank", "windows"}
+"""Depths by an anchor scan and the candidates that clients are dealt follow from the whole cohort."""
 
 
 def shape(num_blocks: int = NUM_BLOCKS) -> ModelShape:
@@ -100,7 +117,7 @@ def answered(planner: Planner, world: PlanContext) -> PlanContext:
     asked = planner.probes(planner.init(SHAPE, FLEET), world) if isinstance(planner, AskingPlanner) else None
     if asked is None:
         return world
-    sums = {str(b): float(b) for b in asked.options["strata"]}
+    sums = {str(b): float(b) for b in asked.options.get("strata", ())}
     return replace(world, answers={c: {"sums": sums, "count": 8} for c in world.cohort})
 
 
@@ -136,7 +153,7 @@ worlds = st.builds(
     server_round=st.integers(1, 1000),
     seed=st.integers(0, 2**40),
 )
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=8, deadline=None)
 
 
 def test_every_registered_planner_is_in_this_battery():
@@ -147,6 +164,7 @@ def test_every_registered_planner_is_in_this_battery():
 @few
 @given(world=worlds)
 def test_plans_are_valid_and_cover_the_cohort(config, world):
+    assume(config["id"] != "windows" or EMBEDDINGS not in world.strata)  # of adapters only
     planner = PLANNERS.build(config)
     made = plan(planner, answered(planner, world))
     check_round_plan(made, world)
@@ -156,7 +174,7 @@ def test_plans_are_valid_and_cover_the_cohort(config, world):
     for p in made.clients:
         assert set(p.blocks) <= set(SHAPE.blocks)
         assert p.ranks[HEAD] == 1
-        if config["id"] == "client_ranks":
+        if config["id"] in OWN_RANKS:
             assert {p.ranks[b] for b in p.blocks} <= {1, 2, 3, 4}
         else:
             assert all(p.ranks[b] == server[b] for b in p.blocks)
@@ -166,8 +184,10 @@ def test_plans_are_valid_and_cover_the_cohort(config, world):
 @few
 @given(world=worlds)
 def test_what_is_not_trained_stays_in_the_forward_pass(config, world):
+    """But for candidates of different sizes: what lies outside of one is exactly zero."""
     for p in plan(PLANNERS.build(config), world).clients:
-        assert set(p.strata) | set(p.reads) == {*world.strata, HEAD}
+        everything = {*p.strata, HEAD} if config["id"] == "windows" else {*world.strata, HEAD}
+        assert set(p.strata) | set(p.reads) == everything
         assert not set(p.strata) & set(p.reads)
 
 
@@ -187,9 +207,9 @@ def test_the_order_of_the_cohort_does_not_matter(config, world, data):
     assert plan(planner, shuffled) == plan(planner, world)
 
 
-# Depths by an anchor scan follow from the whole cohort, and importance from all answers: the docstrings say so.
+# With a target for the seconds of a round, depths do not follow from the cohort.
 @pytest.mark.parametrize(
-    "config", [c for c in CONFIGS if c["id"] != "depth_and_rank" or c["target_s"] is not None], ids=name_of
+    "config", [c for c in CONFIGS if c["id"] not in FROM_THE_COHORT or c.get("target_s") is not None], ids=name_of
 )
 @few
 @given(world=worlds)
@@ -232,7 +252,7 @@ def test_plans_lay_out_a_part_of_the_servers_tensors(config, world):
     for p in plan(planner, world).clients:
         mine = layout.with_ranks(p.ranks)
         assert set(mine.strata) == set(p.strata)
-        if config["id"] != "client_ranks":
+        if config["id"] not in OWN_RANKS:
             assert all(mine[n].shape == layout[n].shape for n in mine.names)
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstrata.client import ClientState
 from fedstrata.codec import CODECS
 from fedstrata.core.rng import generator
 from fedstrata.core.tensors import parse_stratum
 from fedstrata.core.wire import frame_sections
 from fedstrata.message import unpack_task
 from fedstrata.plan import PLANNERS, draw_cohort
+from fedstrata.record.client_state import ClientState
 from fedstrata.server.tasks import learning_rate
 
 SIZES = {"a": 30, "b": 7, "c": 12, "d": 1}
@@ -29,7 +29,7 @@ PLANNER_OPTIONS: dict[str, dict[str, Any]] = {
     "pattern": {"strata": {"big": 9, "small": 6}},
     "random_pattern": {"strata": {"big": 9, "small": 6}},
 }
-ASKING_OR_OWN_RANKS = {"fisher", "hello", "depth_and_rank", "client_ranks"}
+ASKING_OR_OWN_RANKS = {"fisher", "hello", "after_gradient", "depth_and_rank", "client_ranks", "windows"}
 """They need answers, or a server layout of their own ranks: their laws stand in test_planner_laws."""
 
 
@@ -101,6 +101,7 @@ def test_a_partial_downlink_changes_bytes_and_nothing_else(lab: Any, name: str, 
             adapter,
             sizes=SIZES,
             clients_per_round=3,
+            num_blocks=4,
             downlink=CODECS.build({"id": downlink} | CODEC_OPTIONS.get(downlink, {})),
             partial_downlink=partial,
         )

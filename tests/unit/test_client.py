@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstrata.client import ClientState, LocalWork, Score, check_trained, run_client
+from fedstrata.client import LocalWork, Score, check_trained, run_client
 from fedstrata.codec import CODECS, Float32
 from fedstrata.core.tensors import HEAD, Layout, NamedTensors, TensorSpec
 from fedstrata.core.wire import CLIENT_STATE, REPLY, Payload, pack_frame, unpack_frame
 from fedstrata.errors import ClientError, PayloadError
 from fedstrata.message import Task, TaskLayouts, pack_task, reply_header, unpack_reply
+from fedstrata.record.client_state import ClientState
 
 LAYOUT = Layout(
     (

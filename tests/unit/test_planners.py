@@ -111,7 +111,8 @@ def test_every_block_is_drawn_equally_often():
 
 def test_random_blocks_say_how_often_each_was_drawn():
     plan = RandomBlocks(12).plan({}, world())[0]
-    assert plan.why == {"rule": "random_k", "times_drawn": {str(b): 3 for b in range(12)}}
+    assert plan.why["times_drawn"] == {str(b): 3 for b in range(12)}
+    assert plan.why["probabilities"] == {str(b): 1 / 12 for b in range(12)}
 
 
 def test_random_counts_may_differ_by_device():
@@ -187,8 +188,8 @@ def test_unknown_planners_and_options_are_refused():
         PLANNERS.build("lastk")
     with pytest.raises(ConfigError, match='unknown option "kk"'):
         PLANNERS.build({"id": "last_k", "kk": 2})
-    with pytest.raises(ConfigError, match='"depth" is needed'):
-        PLANNERS.build("suffix_by_device")
+    with pytest.raises(ConfigError, match='"clients" is needed'):
+        PLANNERS.build("fixed")
 
 
 # ---- cohorts

@@ -63,7 +63,7 @@ def test_wrong_values_are_named_with_what_was_given() -> None:
         ({"adapter": {"head": "local"}}, 'set eval.on = "clients"'),
         ({"method": {"name": "fedavgg"}}, 'did you mean "fedavg"'),
         ({"method": {"name": "fedprox", "nu": 1}}, 'unknown option "nu": did you mean "mu"'),
-        ({"method": {"name": "suffix_by_device"}}, 'option "depth" is needed'),
+        ({"method": {"name": "fedavg"}, "plan": "fixed"}, 'option "clients" is needed'),
         ({"method": {"name": "fedit"}, "plan": {"id": "all"}}, '[plan] is set, but method "fedit" fixes it'),
         ({"method": {"name": "fedit"}, "adapter": {"kind": "full"}}, 'adapter.kind = "lora"'),
         ({"codec": {"uplink": "int7"}}, 'did you mean "int'),

@@ -16,6 +16,7 @@ from fedstrata.core.tensors import Layout
 Pair = tuple[np.ndarray | None, np.ndarray | None]
 """A and B; None where a factor was not sent: it is the server's own."""
 
+_IDENTITY = "identity"
 _KEYS = ("exactness_error", "exactness_error_update")
 _ROBUST_KEYS = ("distance_to_mean", "distance_to_mean_update")
 
@@ -127,15 +128,15 @@ class ExactnessProbe:
         if self._reason is not None:
             return
         for target in update.layout.targets:
-            names = (f"{target}.lora_A", f"{target}.lora_B")
+            names = _factors(self._layout, target)
             specs = [update.layout[n] for n in names if n in update.layout]
-            if any(n not in self._layout for n in names):
-                continue
             here = self._targets.setdefault(target, _Target())
             num_starts = len(here.starts)
             values = (self._sent(update, names[0]), self._sent(update, names[1]))
             scaling = update.scaling.get(target, self._scaling[target])
             begin = (update.start.get(names[0]), update.start.get(names[1]))
+            if names[1] == _IDENTITY:
+                begin = (begin[0], np.eye(specs[0].rank, dtype=np.float32))
             start = here.start_index(_Start(begin, specs[0].rank, scaling, update.slices.get(specs[0].stratum)))
             here.held.append(_Held(update.client, update.num_examples, values, start, update.send == "delta"))
             copies = 1 + len(here.starts) - num_starts
@@ -177,7 +178,9 @@ class ExactnessProbe:
         return update.values[name] if name in update.layout else None
 
     def _measure(self, target: str, proposal: Proposal, current: Mapping[str, np.ndarray]) -> Exactness:
-        here, names = self._targets[target], (f"{target}.lora_A", f"{target}.lora_B")
+        here, names = self._targets[target], _factors(self._layout, target)
+        if names[1] == _IDENTITY:
+            current = {**current, _IDENTITY: np.eye(len(current[names[0]]), dtype=np.float32)}
         begins = [s.filled((current[names[0]], current[names[1]])) for s in here.starts]
         shares = proposal.weights.get(target) or self._aggregator.weights({h.client: h.num_examples for h in here.held})
         start_shares = [0.0] * len(begins)
@@ -196,6 +199,12 @@ class ExactnessProbe:
                 np.concatenate([base_A, server.scaling * a.astype(np.float64)]), np.concatenate([base_B, b], axis=1)
             )
         return exactness_error(server, clients, starts)
+
+
+def _factors(layout: Layout, target: str) -> tuple[str, str]:
+    """The names of A and B; between two frozen orthonormal factors ‖B·R·A‖ = ‖R‖, so that R stands with an identity."""
+    square = f"{target}.lora_R"
+    return (square, _IDENTITY) if square in layout else (f"{target}.lora_A", f"{target}.lora_B")
 
 
 def _numbers(exactness: Exactness, keys: tuple[str, str]) -> dict[str, float | None]:

@@ -71,14 +71,14 @@ def slice_index(spec: TensorSpec, which: Index) -> Index:
     """The index of some rank slices in a tensor: rows of A, columns of B, all of a plain weight."""
     if spec.kind == "weight":
         return ...
-    return which if spec.kind == "lora_A" else (slice(None), which)
+    return which if spec.has_rank_rows else (slice(None), which)
 
 
 def per_slice(spec: TensorSpec, numbers: np.ndarray) -> np.ndarray:
-    """One number per rank slice, shaped to broadcast over the tensor: [r, 1] for A, [1, r] for B."""
+    """One number per rank slice, shaped to broadcast over the tensor: [r, 1] for A, [r] for a bias, [1, r] for B."""
     if spec.kind == "weight":
         return numbers
-    return numbers[:, None] if spec.kind == "lora_A" else numbers[None, :]
+    return numbers.reshape(-1, *(1,) * (len(spec.shape) - 1)) if spec.has_rank_rows else numbers[None, :]
 
 
 def finish_slices(acc: SliceSums, current: Mapping[str, np.ndarray]) -> NamedTensors:

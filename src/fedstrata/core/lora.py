@@ -44,6 +44,7 @@ def client_scalings(
     """s_k = s·(r/r_k)^p per target: a client's scaling at its rank r_k, from the server's s and r.
 
     With s = alpha/r, p = 1 gives alpha/r_k; with s = alpha/√r, p = ½ gives alpha/√r_k; p = 0 gives s.
+    Bottleneck adapters have no scaling.
 
     Args:
         server_scaling: s per target.
@@ -51,15 +52,20 @@ def client_scalings(
         layout: The client's: r_k.
         power: p.
     """
-    ranks = {s.target: (server_layout[s.name].rank, s.rank) for s in layout if s.kind != "weight"}
+    pairs = [s for s in layout if s.kind.startswith("lora_")]
+    ranks = {s.target: (server_layout[s.name].rank, s.rank) for s in pairs}
     return {t: server_scaling[t] * (whole / mine) ** power for t, (whole, mine) in ranks.items()}
 
 
 def init_lora(seed: int, layout: Layout, *, server_round: int = 0) -> NamedTensors:
-    """First values of all LoRA pairs of a layout.
+    """First values of everything that is added to a model: LoRA pairs, R between frozen factors, bottleneck adapters.
 
-    A ~ U(−1/√in, 1/√in) from generator(seed, "lora_init", target), B = 0. Rows are drawn in order, so that a
-    smaller rank has exactly the first rows of a larger one.
+        pair          A ~ U(−1/√in, 1/√in) from generator(seed, "lora_init", target),  B = 0
+        square        R = 0
+        bottleneck    D ~ U(−1/√h, 1/√h) from generator(seed, "lora_init", block's path),  b = 0,  U = 0
+
+    The model starts as its base. Rows of A and D are drawn in order, so that a smaller rank has exactly the first rows
+    of a larger one.
 
     Args:
         seed: The run's seed.
@@ -72,13 +78,19 @@ def init_lora(seed: int, layout: Layout, *, server_round: int = 0) -> NamedTenso
     path = (server_round,) if server_round else ()
     tensors: NamedTensors = {}
     for spec in layout:
-        if spec.kind == "lora_A":
+        if spec.kind in ("lora_A", "adapter_down"):
             bound = 1 / math.sqrt(spec.shape[1])
             rng = generator(seed, "lora_init", *path, spec.target)
             tensors[spec.name] = rng.uniform(-bound, bound, spec.shape).astype(np.float32)
-        elif spec.kind == "lora_B":
+        elif spec.kind != "weight":
             tensors[spec.name] = np.zeros(spec.shape, np.float32)
     return tensors
+
+
+def orthonormal_rows(lora_A: np.ndarray) -> np.ndarray:
+    """Orthonormal rows that span what the rows of A span, in float32; needs rank ≤ in."""
+    empty = np.zeros((0, lora_A.shape[1]))
+    return orthonormal_completion(empty, lora_A.astype(np.float64)).astype(np.float32)
 
 
 def rank_slice(lora_A: np.ndarray, lora_B: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:

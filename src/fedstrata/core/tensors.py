@@ -19,7 +19,7 @@ Stratum: TypeAlias = int | Literal["embeddings", "head"]
 """A transformer block's number, counted from the input, or one of the two named strata."""
 
 Kind: TypeAlias = Literal["lora_A", "lora_B", "lora_R", "adapter_down", "adapter_bias", "adapter_up", "weight"]
-"""What a tensor is: a factor of a LoRA pair, R between frozen factors, a part of a bottleneck adapter, a plain weight."""
+"""A factor of a LoRA pair, R between two frozen factors, a part of a bottleneck adapter, or a plain weight."""
 
 _ROWS = frozenset({"lora_A", "adapter_down", "adapter_bias"})
 _COLUMNS = frozenset({"lora_B", "adapter_up"})
@@ -89,6 +89,11 @@ class TensorSpec:
         if self.kind == "weight":
             return 0
         return self.shape[1] if self.kind in _COLUMNS else self.shape[0]
+
+    @property
+    def has_rank_rows(self) -> bool:
+        """Whether rank slices are rows (of lora_A, say) rather than columns."""
+        return self.kind in _ROWS
 
     def with_rank(self, rank: int) -> TensorSpec:
         """The same tensor cut to its first `rank` slices; a plain weight is returned unchanged."""

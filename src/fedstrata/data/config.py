@@ -6,7 +6,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from fedstrata.discovery import plug_ins
+
+PARTITION_KINDS = ("iid", "dirichlet", "shards", "quantity", "natural")
+"""Fedstrata's own."""
 
 
 class DataConfig(BaseModel):
@@ -48,6 +54,15 @@ class DataConfig(BaseModel):
     proxy_fraction: float = Field(
         default=0.0, ge=0, lt=1, description="Share of the rest that the server owns as a proxy set."
     )
+    proxy_source: str | None = Field(
+        default=None, description="A source like `source` that holds the server's proxy set."
+    )
+    client_proxy_fraction: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="Share of every client's training examples, at least 8, that is kept from training for scoring blocks; 0.1 where the method asks for them, else 0.",
+    )
 
 
 class TaskConfig(BaseModel):
@@ -63,8 +78,10 @@ class PartitionConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Literal["iid", "dirichlet", "shards", "quantity", "natural"] = Field(
-        default="iid", description="How examples are spread."
+    kind: str = Field(
+        default="iid",
+        description="How examples are spread: iid, dirichlet, shards, quantity or natural; an installed partition, or FILE.py:NAME.",
+        json_schema_extra={"examples": [*PARTITION_KINDS]},
     )
     alpha: float = Field(
         default=0.5,
@@ -74,3 +91,13 @@ class PartitionConfig(BaseModel):
     shards_per_client: int = Field(default=2, ge=1, description="Label shards per client (shards).")
     column: str = Field(default="client", description="The column role that names the client (natural).")
     min_examples: int = Field(default=1, ge=1, description="Fewest examples of a client.")
+
+    @field_validator("kind")
+    @classmethod
+    def _is_known(cls, kind: str) -> str:
+        if kind in PARTITION_KINDS or ".py:" in kind or any(p.name == kind for p in plug_ins("fedstrata.partitions")):
+            return kind
+        names = ", ".join(f"'{k}'" for k in PARTITION_KINDS)
+        raise PydanticCustomError(
+            "partition_kind", "Input should be {names}, an installed partition or FILE.py:NAME", {"names": names}
+        )

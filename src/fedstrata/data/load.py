@@ -68,6 +68,7 @@ def split_data(
     num_clients: int,
     seed: int,
     base_dir: Path,
+    client_proxy_fraction: float | None = None,
 ) -> SplitData:
     """Reads and splits the data and spreads it over clients; needs no tokenizer, so that planning can call it.
 
@@ -78,6 +79,8 @@ def split_data(
         num_clients: Devices of the simulation.
         seed: The run's seed.
         base_dir: What relative paths are relative to.
+        client_proxy_fraction: Share of every client's training examples that is held out for scoring blocks, where
+            the method decides; None takes what `config` says, 0 if it says nothing.
 
     Raises:
         DataError: With the place of the mistake, before anything runs.
@@ -102,6 +105,7 @@ def split_data(
     splits = make_splits(
         config, partition, labels=labels, keys=examples.keys, groups=examples.groups, num_clients=num_clients,
         seed=seed, num_own_test=len(examples) - num_train, label_names=made_task.label_names,
+        client_proxy_fraction=client_proxy_fraction,
     )  # fmt: skip
     used, splits = splits.compact()
     examples, labels = examples.take(used), labels[used]

@@ -12,6 +12,7 @@ from fedstrata.core.rng import generator
 from fedstrata.data.config import PartitionConfig
 from fedstrata.data.table import count, name_some
 from fedstrata.errors import DataError
+from fedstrata.registry import FunctionTable
 
 Assign = Callable[[PartitionConfig, np.ndarray, int, np.random.Generator], np.ndarray]
 """Options, labels [n], number of clients, stream → number of the owning client per example, shape [n]."""
@@ -47,7 +48,8 @@ def partition(
             if len(labels) >= config.min_examples else "lower min_examples, or use more data",
         )  # fmt: skip
     rng = generator(seed, "partition", config.kind)
-    owner = _rebalance(_ASSIGN[config.kind](config, labels, num_clients, rng), num_clients, config.min_examples, rng)
+    owner = _checked(PARTITIONS[config.kind](config, labels, num_clients, rng), len(labels), num_clients, config.kind)
+    owner = _rebalance(owner, num_clients, config.min_examples, rng)
     order = np.argsort(owner, kind="stable")
     parts = np.split(order, np.cumsum(np.bincount(owner, minlength=num_clients))[:-1])
     return dict(zip(client_ids(num_clients), parts, strict=True))
@@ -184,4 +186,20 @@ def _rebalance(owner: np.ndarray, num_clients: int, min_examples: int, rng: np.r
     return moved
 
 
-_ASSIGN: dict[str, Assign] = {"iid": _iid, "dirichlet": _dirichlet, "shards": _shards, "quantity": _quantity}
+def _checked(owner: np.ndarray, num_examples: int, num_clients: int, kind: str) -> np.ndarray:
+    """Refuses what a partition from outside may return by mistake."""
+    owner = np.asarray(owner)
+    whole = owner.shape == (num_examples,) and np.issubdtype(owner.dtype, np.integer)
+    if not whole or (num_examples and not (owner.min() >= 0 and owner.max() < num_clients)):
+        raise DataError(
+            f'The partition "{kind}" does not give every example to a client', where="simulation.partition",
+            expected=f"{num_examples} whole numbers from 0 to {num_clients - 1}",
+            got=f"{owner.dtype} {list(owner.shape)}, from {owner.min(initial=0)} to {owner.max(initial=0)}",
+        )  # fmt: skip
+    return owner.astype(np.int64)
+
+
+PARTITIONS: FunctionTable[Assign] = FunctionTable(
+    "partition", {"iid": _iid, "dirichlet": _dirichlet, "shards": _shards, "quantity": _quantity}
+)
+"""By name; entry-point group `fedstrata.partitions`. `natural` follows a column and is no function."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from fedstrata.core.wire import canonical_json
 from fedstrata.data.assets import find_asset, list_assets
@@ -13,6 +14,7 @@ from fedstrata.data.config import DataConfig
 from fedstrata.data.files import READERS, decode, read_file
 from fedstrata.data.table import RawTable, count, name_some
 from fedstrata.errors import AssetError, DataError, did_you_mean
+from fedstrata.registry import FunctionTable
 
 PACKAGE = "package:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -58,8 +60,9 @@ def is_hub_id(source: str, base_dir: Path) -> bool:
 
 
 def _load(source: str, config: DataConfig, base_dir: Path, *, split: str) -> RawTable:
-    if source.startswith(PACKAGE):
-        return _read_package(source.removeprefix(PACKAGE))
+    prefix, colon, rest = (source, ":", "") if SOURCES.is_referred(source) else source.partition(":")
+    if colon and prefix in SOURCES:
+        return SOURCES[prefix](rest, base_dir, split)
     path = local_path(source, base_dir)
     if path.is_dir():
         return read_folder(path, path.name)
@@ -75,11 +78,18 @@ def _load(source: str, config: DataConfig, base_dir: Path, *, split: str) -> Raw
     )  # fmt: skip
 
 
-def _read_package(name: str) -> RawTable:
+def _read_package(name: str, base_dir: Path, split: str) -> RawTable:
     known = {a.name for a in list_assets() if a.kind == "data"}
     if name not in known:
         raise DataError(f'There is no packaged data set "{name}"', where="data.source", do=did_you_mean(name, known))
     return read_folder(find_asset(name), PACKAGE + name)
+
+
+Read: TypeAlias = Callable[[str, Path, str], RawTable]
+"""What stands behind the prefix, the folder of relative paths, the split → the rows."""
+
+SOURCES: FunctionTable[Read] = FunctionTable("source", {"package": _read_package})
+"""By prefix (`package:NAME`); entry-point group `fedstrata.sources`."""
 
 
 def read_folder(folder: Path, source: str) -> RawTable:

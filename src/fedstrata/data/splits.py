@@ -16,13 +16,25 @@ from fedstrata.data.partition import natural_ids, partition
 from fedstrata.data.table import count, name_some
 from fedstrata.errors import DataError
 
+MIN_CLIENT_PROXY = 8
+"""Fewest examples that a client holds out for scoring, where any are wanted."""
+
+_NO_ROWS = np.empty(0, np.int64)
+
 
 @dataclass(frozen=True, eq=False)
 class ClientSplit:
-    """One client's examples, as ascending row numbers of the data set."""
+    """One client's examples, as ascending row numbers of the data set.
+
+    Attributes:
+        train: For training.
+        validation: For its own validation.
+        proxy: For scoring blocks (Fisher); never trained on.
+    """
 
     train: np.ndarray
     validation: np.ndarray
+    proxy: np.ndarray = field(default_factory=_NO_ROWS.copy)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +67,7 @@ class Splits:
         def at(rows: np.ndarray) -> np.ndarray:
             return np.searchsorted(used, rows)
 
-        clients = {c: ClientSplit(at(s.train), at(s.validation)) for c, s in self.clients.items()}
+        clients = {c: ClientSplit(at(s.train), at(s.validation), at(s.proxy)) for c, s in self.clients.items()}
         moved = replace(
             self,
             test=at(self.test),
@@ -67,7 +79,8 @@ class Splits:
 
     def _parts(self) -> list[np.ndarray]:
         clients = [rows for split in self.clients.values() for rows in (split.train, split.validation)]
-        return [self.test, self.server_validation, self.proxy, *clients]
+        proxies = [split.proxy for split in self.clients.values() if len(split.proxy)]
+        return [self.test, self.server_validation, self.proxy, *clients, *proxies]
 
     @cached_property
     def sha256(self) -> str:
@@ -89,13 +102,14 @@ def make_splits(
     seed: int,
     num_own_test: int = 0,
     label_names: Sequence[str] = (),
+    client_proxy_fraction: float | None = None,
 ) -> Splits:
     """Splits the rows of a data set.
 
     In this order: repeated texts are dropped (the first row stays), `limit` rows are drawn, the test set is taken
     out or comes from its own source, then the server's validation and proxy sets, then the rest is spread over the
-    clients, then every client's validation set. Sets that the server takes are stratified: each class gives its
-    share, rounded by largest remainder, and keeps at least one row for training.
+    clients, then every client's validation set, then its proxy set. Sets that the server takes are stratified: each
+    class gives its share, rounded by largest remainder, and keeps at least one row for training.
 
     Args:
         config: `[data]`.
@@ -107,6 +121,8 @@ def make_splits(
         seed: The run's seed.
         num_own_test: How many rows come from the test set's own source.
         label_names: For messages.
+        client_proxy_fraction: Share p of every client's n training rows that becomes its proxy set, max(8, round(p·n))
+            rows; None takes what `config` says, 0 if it says nothing.
 
     Raises:
         DataError: If a set that is asked for would be empty, or a client would have nothing to train on.
@@ -142,7 +158,11 @@ def make_splits(
     )
     pool = np.setdiff1d(pool, proxy, assume_unique=True)
 
+    share = config.client_proxy_fraction if client_proxy_fraction is None else client_proxy_fraction
+    partition_config = _roomy(config, partition_config, len(pool) // max(1, num_clients), share or 0.0)
     clients = _clients(config, partition_config, labels, pool, groups if natural else None, owners, num_clients, seed)
+    if share:
+        clients = _client_proxies(share, labels, clients, seed)
     notes = _check_classes(labels, test, clients, label_names)
     return Splits(test, validation, proxy, clients, duplicates, conflicts, leaked, notes)
 
@@ -215,10 +235,6 @@ def _clients(
     groups: Sequence[str] | None, owners: Sequence[str], num_clients: int, seed: int,
 ) -> dict[str, ClientSplit]:  # fmt: skip
     share = config.client_validation_fraction
-    if share:
-        # Somebody with one example cannot have both a training and a validation set.
-        minimum = max(2, partition_config.min_examples)
-        partition_config = partition_config.model_copy(update={"min_examples": minimum})
     own = None if groups is None else [groups[i] for i in pool.tolist()]
     gone = sorted(set(owners) - set(own or ()))
     if gone:
@@ -235,22 +251,76 @@ def _clients(
     left = np.bincount(labels[pool], minlength=1)
     for client, positions in parts.items():
         rows = pool[positions]
-        held = min(max(1, round(share * len(rows))), len(rows) - 1)
-        taken: list[int] = []
-        # Nobody's validation takes the last training example of a class.
-        for row in generator(seed, "split", "client_validation", client).permutation(rows).tolist():
-            if len(taken) < held and left[labels[row]] > 1:
-                left[labels[row]] -= 1
-                taken.append(row)
-        if not taken:
+        rng = generator(seed, "split", "client_validation", client)
+        validation = _spared(labels, rows, _num_validation(share, len(rows)), left, rng)
+        if not len(validation):
             raise DataError(
                 f'No example of the client "{client}" can be spared for validation', where="data",
                 got="they are the only training examples of their labels",
                 do="set client_validation_fraction = 0, or use more examples",
             )  # fmt: skip
-        validation = np.sort(np.array(taken, np.int64))
         clients[client] = ClientSplit(np.setdiff1d(rows, validation, assume_unique=True), validation)
     return clients
+
+
+def _roomy(config: DataConfig, partition_config: PartitionConfig, possible: int, proxy_share: float) -> PartitionConfig:
+    """The partition with as many rows for everybody as the sets need that are taken from every client.
+
+    Somebody with one row cannot have both a training and a validation set, and a proxy set needs eight more; where
+    there are not as many, whoever has too few is named later.
+    """
+    share, wanted = config.client_validation_fraction, partition_config.min_examples
+    if share:
+        wanted = max(2, wanted)
+    if proxy_share:
+        enough = MIN_CLIENT_PROXY + 1
+        while share and enough - _num_validation(share, enough) <= MIN_CLIENT_PROXY:
+            enough += 1
+        if partition_config.kind != "natural" and possible >= enough:
+            wanted = max(enough, wanted)
+    return partition_config.model_copy(update={"min_examples": wanted})
+
+
+def _num_validation(share: float, num_rows: int) -> int:
+    return min(max(1, round(share * num_rows)), num_rows - 1)
+
+
+def _spared(labels: np.ndarray, rows: np.ndarray, count: int, left: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Draws `count` of the rows, ascending; the last training row of a class, by the counts in `left`, is never taken.
+
+    Fewer come back where there are no more; `left` is counted down.
+    """
+    taken: list[int] = []
+    for row in rng.permutation(rows).tolist():
+        if len(taken) < count and left[labels[row]] > 1:
+            left[labels[row]] -= 1
+            taken.append(row)
+    return np.sort(np.array(taken, np.int64))
+
+
+def _client_proxies(
+    share: float, labels: np.ndarray, clients: Mapping[str, ClientSplit], seed: int
+) -> dict[str, ClientSplit]:
+    """Takes max(8, round(share·n)) of every client's n training rows for its proxy set."""
+    left = np.bincount(labels[np.concatenate([s.train for s in clients.values()])])
+    moved: dict[str, ClientSplit] = {}
+    small: list[str] = []
+    for client, split in clients.items():
+        rows = split.train
+        wanted = min(max(MIN_CLIENT_PROXY, round(share * len(rows))), len(rows) - 1)
+        proxy = _spared(labels, rows, wanted, left, generator(seed, "split", "client_proxy", client))
+        if len(proxy) < MIN_CLIENT_PROXY:
+            small.append(f"{client} ({len(rows)})")
+        moved[client] = ClientSplit(np.setdiff1d(rows, proxy, assume_unique=True), split.validation, proxy)
+    if small:
+        raise DataError(
+            f"Clients with too few training examples to hold {MIN_CLIENT_PROXY} out for scoring blocks",
+            where=f"data.client_proxy_fraction = {share}", got=name_some(small),
+            expected=f"at least {MIN_CLIENT_PROXY + 1} training examples, none of them the last one of its label",
+            do="use fewer devices or more data, set client_proxy_fraction = 0, or let the method use examples of the "
+            'server\'s (its option source, e.g. "public")',
+        )  # fmt: skip
+    return moved
 
 
 def _check_classes(

@@ -106,9 +106,10 @@ def count_step_flop(
         weight grads      2·T·(parameters that are trained)
 
     The last line counts N_b and the head's parameters with LoRA, and all parameters of the trained strata in
-    full-parameter tuning (where there is no N_b). Left out: attention scores (quadratic in length), norms and
-    activations, embedding look-ups, adapters that are present but frozen, and that most heads see one token per text
-    only.
+    full-parameter tuning (where there is no N_b). A square matrix between frozen factors adds r² per map to N_b and
+    trains those alone; a bottleneck adapter of width w in a stream of width h has N_b = w·(2h + 1). Left out:
+    attention scores (quadratic in length), norms and activations, embedding look-ups, adapters that are present but
+    frozen, and that most heads see one token per text only.
 
     Args:
         shape: The model's sizes.
@@ -119,7 +120,9 @@ def count_step_flop(
     trained = [s for s, rank in plan_strata.items() if rank > 0]
     passed = {s: n for s, n in _stratum_sizes(shape).items() if s != EMBEDDINGS}
     own = count_values(shape, plan_strata, adapter=adapter)
-    added = sum(n for s, n in own.items() if s != HEAD) if adapter == "lora" else 0
+    added = 0 if adapter == "full" else sum(n for s, n in own.items() if s != HEAD)
+    if adapter == "square":
+        added += sum(n for s, n in _lora_sizes(shape, plan_strata).items() if s != HEAD)
     forward = sum(passed.values()) + added
     backward = 0
     if trained:
@@ -134,6 +137,8 @@ def count_values(
     """Numbers in the adapters (or the parameters of full-parameter tuning) of each stratum whose rank is above 0."""
     if adapter == "lora":
         return _lora_sizes(shape, ranks)
+    if adapter != "full":
+        return _small_sizes(shape, ranks, adapter)
     sizes = _stratum_sizes(shape)
     return {s: sizes[s] for s, rank in ranks.items() if rank > 0}
 
@@ -151,6 +156,20 @@ def _lora_sizes(shape: ModelShape, ranks: Mapping[Stratum, int]) -> Counter[Stra
     sizes: Counter[Stratum] = Counter()
     for target in shape.targets:
         sizes[target.block] += ranks.get(target.block, 0) * (target.in_features + target.out_features)
+    if ranks.get(HEAD, 0) > 0:
+        sizes[HEAD] = sum(spec.num_values for spec in shape.head)
+    return sizes
+
+
+def _small_sizes(shape: ModelShape, ranks: Mapping[Stratum, int], adapter: AdapterKind) -> Counter[Stratum]:
+    """Trained parameters per stratum with square matrices between frozen factors, or with bottleneck adapters."""
+    sizes: Counter[Stratum] = Counter()
+    if adapter == "square":
+        for target in shape.targets:
+            sizes[target.block] += ranks.get(target.block, 0) ** 2
+    else:
+        for block in shape.blocks:
+            sizes[block] = ranks.get(block, 0) * (2 * shape.hidden_size + 1)
     if ranks.get(HEAD, 0) > 0:
         sizes[HEAD] = sum(spec.num_values for spec in shape.head)
     return sizes

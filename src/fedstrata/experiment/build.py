@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedstrata.client import ClientState
-from fedstrata.core.lora import lora_scaling
-from fedstrata.core.shape import global_layout
-from fedstrata.core.tensors import EMBEDDINGS, HEAD, Layout, NamedTensors, Stratum
-from fedstrata.data.load import SplitData, length_notes, split_data
-from fedstrata.device.profiles import build_fleet
-from fedstrata.errors import ConfigError
+from fedstrata.client import Score
+from fedstrata.core.lora import orthonormal_rows
+from fedstrata.core.merges import BaseLog
+from fedstrata.core.tensors import NamedTensors
+from fedstrata.data.load import SplitData, length_notes
+from fedstrata.data.proxy import ProxySet, resolve_proxy
+from fedstrata.errors import ConfigError, PlanError
 from fedstrata.experiment.contradictions import has_validation
-from fedstrata.experiment.methods import build_downlink, build_method
+from fedstrata.experiment.methods import build_method
+from fedstrata.experiment.proxies import ServerProbe, heldout_fraction, scoring_source, server_source
+from fedstrata.experiment.setup import describe, make_setup, read_data
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.experiment.watch import Watch
 from fedstrata.method import METHODS, Method
-from fedstrata.plan.checks import check_own_ranks
+from fedstrata.plan.base import ContestPlanner
 from fedstrata.record.checkpoint import ServerState
+from fedstrata.record.client_state import ClientState
 from fedstrata.record.clients import FolderStates
+from fedstrata.server.probe import CLIENT_SOURCE
 from fedstrata.server.setup import POOLED_CLIENT, RoundSetup
 from fedstrata.server.tasks import plan_round
 from fedstrata.train.adapter_folder import load_adapter, save_adapter
 from fedstrata.train.lora import AdaptedModel
 from fedstrata.train.model import LoadedModel, load_model
+from fedstrata.train.skip import can_skip_blocks
 from fedstrata.train.trainer import TorchTrainer
-
-DEFAULT_STEPS = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,15 +62,25 @@ class Built:
     @property
     def is_personal(self) -> bool:
         """Whether clients end with models of their own."""
-        return bool(self.setup.local_strata)
+        return self.setup.is_personal
 
-    def save_adapter(self, folder: Path, tensors: NamedTensors) -> None:
-        """Writes an adapter (or a fully tuned model) as a standard folder."""
-        save_adapter(folder, self.trainer.adapted, self.setup.layout, tensors, self.setup.scaling)
+    def save_adapter(self, folder: Path, tensors: NamedTensors, base: BaseLog) -> None:
+        """Writes an adapter (or a fully tuned model) as a standard folder, with what was merged into the base."""
+        square = self.setup.adapter == "square"  # then the log holds what stands around the matrices
+        self.trainer.stand_at(base if square else BaseLog())
+        merged = {} if square else base.dense()
+        save_adapter(folder, self.trainer.adapted, self.setup.layout, tensors, self.setup.scaling, base=merged)
 
-    def load_adapter(self, folder: Path) -> NamedTensors:
-        """Reads what `save_adapter` wrote."""
-        return load_adapter(folder)[0]
+    def score(self, state: ServerState, split: str) -> Score:
+        """Evaluates the server's model on a split of the server's."""
+        self.trainer.stand_at(state.base)
+        return self.trainer.score(state.tensors, split)
+
+    def score_folder(self, folder: Path, split: str) -> Score:
+        """Evaluates what `save_adapter` wrote."""
+        tensors, info = load_adapter(folder)
+        self.trainer.stand_at(BaseLog())
+        return self.trainer.score_adapter(tensors, info.layout, info.scaling, split)
 
     def client_tensors(self, folder: Path, client: str, accepted_round: int) -> NamedTensors:
         """What a client keeps to itself."""
@@ -83,41 +96,49 @@ def build(spec: ExperimentSpec, base_dir: Path, watch: Watch) -> Built:
     """
     method = build_method(spec)
     watch.step(f"reading {spec.data.source}")
-    data = read_data(spec, base_dir)
+    data = read_data(spec, base_dir, heldout_fraction(spec, method))
     watch.step(f"loading {spec.model.source}")
     loaded = load_model(spec.model, spec.adapter, label_names=data.label_names, seed=spec.run.seed, base_dir=base_dir)
     dataset = data.task.encode(
         data.examples, data.labels, loaded.tokenizer, spec.model.max_length, loaded.shape.max_positions
     )
-    notes = [*loaded.notes, *data.notes, *length_notes(dataset, spec.model.max_length)]
+    notes = [*loaded.notes, *data.notes, *length_notes(dataset, spec.model.max_length), *_idle_keys(spec)]
     for note in notes:
         watch.note(note)
     setup = make_setup(spec, method, loaded, data)
+    if method.skips_blocks and (problem := can_skip_blocks(loaded.model)):
+        raise PlanError(f"The model's blocks cannot be left out: {problem}", do='use method.name = "fedra_freeze"')
     adapted = AdaptedModel(loaded, spec.adapter)
-    train_indices = {c: s.train for c, s in data.splits.clients.items()}
-    validation_indices = {c: s.validation for c, s in data.splits.clients.items()}
+    clients = data.splits.clients.items()
+    indices = [{c: getattr(s, part) for c, s in clients} for part in ("train", "validation", "proxy")]
     if method.topology == "pooled":
-        train_indices, validation_indices = _pooled(train_indices), _pooled(validation_indices)
+        indices = [_pooled(i) for i in indices]
+    proxies = _server_proxies(spec, method, loaded, data, base_dir)
     trainer = TorchTrainer(
         adapted,
         setup.layout,
         setup.scaling,
         dataset,
-        train_indices=train_indices,
-        validation_indices=validation_indices,
+        train_indices=indices[0],
+        validation_indices=indices[1],
+        proxy_indices=indices[2],
+        server_proxies={p.source: p.examples for p in proxies},
         splits={"server_validation": data.splits.server_validation, "test": data.splits.test},
         seed=spec.run.seed,
         threads=spec.compute.threads_per_client,
         eval_batch_size=spec.eval.batch_size,
     )
+    setup = replace(setup, server_probe=ServerProbe(trainer) if proxies else None)
+    if isinstance(method.planner, ContestPlanner) and spec.eval.on == "server":
+        setup = replace(setup, server_score=lambda state: _validation_score(trainer, state))
     initial = ServerState(
-        tensors=trainer.initial(setup.layout),
+        tensors=first_tensors(trainer, setup),
         versions={str(s): 0 for s in setup.layout.strata},
         planner=method.planner.init(setup.shape, setup.workers),
         selector=method.selector.init(),
     )
     plan_round(setup, initial)  # a plan that cannot be carried out is refused before anything is written
-    personal = bool(setup.local_strata)
+    personal = setup.is_personal
     if personal and spec.run.keep == "best":
         raise ConfigError(
             'run.keep = "best", but every client ends with a model of its own', where="run.keep", do='keep = "last"'
@@ -125,101 +146,61 @@ def build(spec: ExperimentSpec, base_dir: Path, watch: Watch) -> Built:
     keep = spec.run.keep or ("best" if has_validation(spec) and not personal else "last")
     info = describe(spec, setup, loaded, data) | {"notes": notes}
     info["data"]["sha256"]["tokens"] = dataset.sha256
+    if scoring_source(method) is not None:
+        info["data"]["scoring"] = [p.to_json() for p in proxies] or _heldout(data)
     return Built(spec, METHODS.find(spec.method.name).name, setup, trainer, initial, keep, info)
+
+
+def first_tensors(trainer: TorchTrainer, setup: RoundSetup) -> NamedTensors:
+    """The server's tensors before the first round."""
+    tensors = trainer.initial(setup.layout)
+    if setup.method.pairs.start == "orthonormal":
+        for spec in setup.layout:
+            if spec.kind == "lora_A":
+                tensors[spec.name] = orthonormal_rows(tensors[spec.name])
+    return tensors
+
+
+def _idle_keys(spec: ExperimentSpec) -> list[str]:
+    """Keys of `[adapter]` that the method's own kind of adapter makes idle."""
+    if spec.adapter.kind != "bottleneck":
+        return []
+    idle = sorted({"alpha", "max_rank", "scaling"} & spec.adapter.model_fields_set)
+    return [f"adapter.{key} is set, but bottleneck adapters have none" for key in idle]
+
+
+def _validation_score(trainer: TorchTrainer, state: ServerState) -> Mapping[str, float]:
+    trainer.stand_at(state.base)
+    score = trainer.score(state.tensors, "server_validation")
+    return {"accuracy": score.num_correct / score.num_examples, "loss": score.loss_sum / score.num_examples}
+
+
+def _server_proxies(
+    spec: ExperimentSpec, method: Method, loaded: LoadedModel, data: SplitData, base_dir: Path
+) -> list[ProxySet]:
+    """The server's own examples for scoring blocks, where the method asks for some."""
+    source = server_source(method)
+    if source is None:
+        return []
+    return [
+        resolve_proxy(
+            source,
+            spec.data,
+            data,
+            tokenizer=loaded.tokenizer,
+            max_length=spec.model.max_length,
+            max_positions=loaded.shape.max_positions,
+            seed=spec.run.seed,
+            base_dir=base_dir,
+        )
+    ]
+
+
+def _heldout(data: SplitData) -> list[dict[str, Any]]:
+    """What `run.json` says about examples that clients keep from training."""
+    sizes = {c: len(s.proxy) for c, s in data.splits.clients.items()}
+    return [{"source": CLIENT_SOURCE, "num_examples": sum(sizes.values()), "per_client": sizes}]
 
 
 def _pooled(per_client: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {POOLED_CLIENT: np.sort(np.concatenate(list(per_client.values())))}
-
-
-def read_data(spec: ExperimentSpec, base_dir: Path) -> SplitData:
-    """The examples, split and spread over clients, not yet tokenised."""
-    return split_data(
-        spec.data,
-        spec.task,
-        spec.simulation.partition,
-        num_clients=sum(spec.simulation.devices.values()),
-        seed=spec.run.seed,
-        base_dir=base_dir,
-    )
-
-
-def make_setup(spec: ExperimentSpec, method: Method, loaded: LoadedModel, data: SplitData) -> RoundSetup:
-    """What all rounds share."""
-    shape = loaded.shape
-    sizes = {c: len(s.train) for c, s in data.splits.clients.items()}
-    fleet = build_fleet(spec.simulation.devices, sizes)
-    layout = server_layout(spec, method, loaded)
-    train = spec.train.model_dump(mode="json")
-    if spec.train.local_steps is None and spec.train.local_epochs is None:
-        train["local_steps"] = DEFAULT_STEPS
-    return RoundSetup(
-        method=method,
-        shape=shape,
-        fleet=fleet,
-        layout=layout,
-        scaling=scaling_of(spec, layout),
-        seed=spec.run.seed,
-        num_rounds=spec.rounds.count,
-        clients_per_round=spec.rounds.clients_per_round,
-        min_replies=1 if method.topology == "pooled" else spec.rounds.min_replies,
-        train=train,
-        max_length=spec.model.max_length,
-        downlink=build_downlink(spec),
-        partial_downlink=spec.rounds.downlink == "changed",
-        head=spec.adapter.head,
-        threads=spec.compute.threads_per_client,
-        exactness_values=spec.record.exactness_values if spec.record.exactness else 0,
-    )
-
-
-def server_layout(spec: ExperimentSpec, method: Method, loaded: LoadedModel) -> Layout:
-    """The server's tensors: adapters at the ranks that the planner gives them and the head, or every parameter."""
-    ranks: dict[Stratum, int]
-    if spec.adapter.kind == "full":
-        ranks = {EMBEDDINGS: 1, **dict.fromkeys(loaded.shape.blocks, 1)}
-    else:
-        ranks = method.planner.server_ranks(loaded.shape, spec.adapter.max_rank)
-        is_set = "max_rank" in spec.adapter.model_fields_set
-        check_own_ranks(method.planner.id, ranks, spec.adapter.max_rank, is_set=is_set)
-    return global_layout(loaded.shape, spec.adapter.kind, ranks | {HEAD: 1})
-
-
-def scaling_of(spec: ExperimentSpec, layout: Layout) -> dict[str, float]:
-    """One scaling per target: alpha / rank, or alpha / sqrt(rank), at the server's rank."""
-    adapter = spec.adapter
-    return {s.target: lora_scaling(adapter.alpha, s.rank, adapter.scaling) for s in layout if s.kind == "lora_A"}
-
-
-def describe(spec: ExperimentSpec, setup: RoundSetup, loaded: LoadedModel, data: SplitData) -> dict[str, Any]:
-    """What `run.json` says about the world."""
-    splits = data.splits
-    return {
-        "model": {
-            "source": spec.model.source,
-            "architecture": setup.shape.architecture,
-            "identity": loaded.identity,
-            "num_blocks": setup.shape.num_blocks,
-            "num_parameters": setup.shape.num_parameters,
-            "num_trained": setup.layout.num_values,
-            "drawn_afresh": list(loaded.missing),
-        },
-        "base_bytes": setup.shape.base_bytes,
-        "labels": list(data.label_names),
-        "data": {
-            "source": spec.data.source,
-            "sha256": dict(data.hashes),
-            "num_test": len(splits.test),
-            "num_server_validation": len(splits.server_validation),
-            "num_proxy": len(splits.proxy),
-        },
-        "clients": [
-            {
-                "client": c.id,
-                "device": c.device.name,
-                "num_examples": c.num_examples,
-                "num_validation": len(splits.clients[c.id].validation),
-            }
-            for c in setup.fleet.clients
-        ],
-    }

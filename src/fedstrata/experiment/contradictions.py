@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from fedstrata.data.config import PARTITION_KINDS
 from fedstrata.device.profiles import profile_names
 from fedstrata.errors import ConfigError, did_you_mean
 from fedstrata.experiment.methods import build_downlink, build_method
+from fedstrata.experiment.proxies import proxy_problems
 from fedstrata.experiment.spec import ExperimentSpec
+from fedstrata.method import Method
+from fedstrata.plan.base import ContestPlanner
 
 _PARTITION_KEYS = {
     "alpha": {"dirichlet", "quantity"},
@@ -25,7 +29,7 @@ def find_contradictions(spec: ExperimentSpec) -> list[str]:
         problems.extend(f'adapter.{key} is set, but adapter.kind = "full" has no LoRA' for key in sorted(given))
     kind = spec.simulation.partition.kind
     for key, kinds in _PARTITION_KEYS.items():
-        if key in spec.simulation.partition.model_fields_set and kind not in kinds:
+        if key in spec.simulation.partition.model_fields_set and kind in PARTITION_KINDS and kind not in kinds:
             users = ", ".join(sorted(kinds))
             problems.append(f'simulation.partition.{key} is set, but kind = "{kind}" does not use it (used by {users})')
     if train.local_steps == 0:
@@ -79,10 +83,14 @@ def _validation(spec: ExperimentSpec) -> list[str]:
 
 
 def _method(spec: ExperimentSpec) -> list[str]:
-    problems = []
+    problems: list[str] = []
     for build in (build_method, build_downlink):
         try:
-            build(spec)
+            built = build(spec)
+            if isinstance(built, Method):
+                problems += proxy_problems(spec, built)
+                if isinstance(built.planner, ContestPlanner) and not has_validation(spec):
+                    problems.append("the method judges candidates on validation examples, and there are none")
         except ConfigError as error:
             problems.append(error.one_line)
     return problems

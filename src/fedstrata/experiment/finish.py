@@ -6,13 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from fedstrata.core.tensors import NamedTensors
 from fedstrata.experiment.build import Built
 from fedstrata.experiment.provenance import now
 from fedstrata.experiment.scoring import client_metrics, server_metrics
 from fedstrata.experiment.store import SCHEMA_VERSION, RunFolder
 from fedstrata.record.checkpoint import ServerState
-from fedstrata.record.files import read_json, read_lines, write_json
+from fedstrata.record.files import copy_folder, read_json, read_lines, write_json
 from fedstrata.server.evaluate import evaluate_on_clients
 from fedstrata.server.setup import Engine
 
@@ -34,14 +33,14 @@ def finish(
     Returns:
         The summary.
     """
-    built.save_adapter(folder.path / "last", state.tensors)
+    built.save_adapter(folder.path / "last", state.tensors, state.base)
     kept = built.keep if state.best is not None else "last"
-    tensors = built.load_adapter(folder.path / "best") if kept == "best" else state.tensors
-    test = _test(built, state, tensors, engine)
     if built.is_personal:
+        test = client_metrics(evaluate_on_clients(built.setup, state, engine, "test", state.accepted).sums)
         _save_personal(folder, built, state)
     else:
-        built.save_adapter(folder.path / "adapter", tensors)
+        test = server_metrics(built.score_folder(folder.path / kept, "test"))
+        copy_folder(folder.path / kept, folder.path / "adapter")
     record = read_json(folder.run_file)
     status = "success" if reason == "count" else "stopped early"
     rounds = read_lines(folder.path / "rounds.jsonl")
@@ -77,16 +76,9 @@ def finish(
     return summary
 
 
-def _test(built: Built, state: ServerState, tensors: NamedTensors, engine: Engine) -> dict[str, float]:
-    if not built.is_personal:
-        return server_metrics(built.trainer.score(tensors, "test"))
-    scores = evaluate_on_clients(built.setup, state, engine, "test", state.accepted)
-    return client_metrics(scores.sums)
-
-
 def _base(built: Built) -> dict[str, float]:
     """The model before the first round: base weights and an untrained head."""
-    return server_metrics(built.trainer.score(built.initial.tensors, "test"))
+    return server_metrics(built.score(built.initial, "test"))
 
 
 def _validation(built: Built, state: ServerState) -> dict[str, Any]:
@@ -109,4 +101,4 @@ def _save_personal(folder: RunFolder, built: Built, state: ServerState) -> None:
         shutil.rmtree(target)
     for client, accepted_round in sorted(state.accepted.items()):
         own = built.client_tensors(folder.path / "clients", client, accepted_round)
-        built.save_adapter(target / Path(client).name, state.tensors | own)
+        built.save_adapter(target / Path(client).name, state.tensors | own, state.base)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from fedstrata.errors import ConfigError
 from fedstrata.experiment.contradictions import find_contradictions
+from fedstrata.experiment.methods import adapter_kind
 from fedstrata.experiment.mistakes import describe_mistake, has_no_size, not_finite, other_types, shown
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.experiment.stored import read_run_record, require_keys
@@ -53,10 +54,22 @@ def check_spec(values: Mapping[str, Any], *, where: str) -> ExperimentSpec:
     problems += other_types(values, spec)
     if problems:
         raise ConfigError("The experiment cannot be read", problems=problems, where=where)
+    spec = _with_adapter_of_method(spec)
     problems = find_contradictions(spec)
     if problems:
         raise ConfigError("The experiment contradicts itself", problems=problems, where=where)
     return spec
+
+
+def _with_adapter_of_method(spec: ExperimentSpec) -> ExperimentSpec:
+    """The spec with the adapter kind that the method is defined for, where the file leaves it open."""
+    try:
+        kind = adapter_kind(spec)
+    except ConfigError:  # an unknown method or a wrong option: told with everything else
+        return spec
+    if kind == spec.adapter.kind:
+        return spec
+    return spec.model_copy(update={"adapter": spec.adapter.model_copy(update={"kind": kind})})
 
 
 def resolved(spec: ExperimentSpec) -> dict[str, Any]:

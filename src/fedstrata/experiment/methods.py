@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, cast
 
 from fedstrata.aggregate.base import AGGREGATORS
 from fedstrata.codec.base import CODECS, Codec
+from fedstrata.core.shape import AdapterKind
 from fedstrata.errors import ConfigError
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.method import METHODS, Method
 from fedstrata.objective.base import OBJECTIVES
-from fedstrata.plan.base import PLANNERS, AskingPlanner
+from fedstrata.optimize.base import OPTIMIZERS, check_coordinates
+from fedstrata.plan.base import PLANNERS
 from fedstrata.select.base import SELECTORS
 
 _PARTS: dict[str, tuple[str, Any]] = {
@@ -19,12 +21,7 @@ _PARTS: dict[str, tuple[str, Any]] = {
     "objective": ("objective", OBJECTIVES),
     "aggregate": ("aggregator", AGGREGATORS),
     "select": ("selector", SELECTORS),
-}
-
-
-_NEEDS_OTHER_CLIENTS = {
-    "sketch_mean": "train drawn rank slices, which they cannot do yet",
-    "svd_mean": "train B alone, which they cannot do yet",
+    "optimize": ("optimizer", OPTIMIZERS),
 }
 
 
@@ -39,7 +36,8 @@ def build_method(spec: ExperimentSpec) -> Method:
     for table, (part, registry) in _PARTS.items():
         config = getattr(spec, table)
         if config is not None:
-            _refuse_fixed(method, name, table)
+            if table != "optimize":  # whether it fits is asked of the aggregator
+                _refuse_fixed(method, name, table)
             method = method.with_parts(**{part: registry.build(config, where=table)})
     if spec.codec.uplink is not None:
         _refuse_fixed(method, name, "codec")
@@ -47,13 +45,17 @@ def build_method(spec: ExperimentSpec) -> Method:
     if spec.codec.send is not None:
         _refuse_fixed(method, name, "codec")
         method = method.with_parts(send=spec.codec.send)
-    _refuse_unwired(method)
+    planner: Any = method.planner
+    if getattr(planner, "rank_limit", 0) is None and "max_rank" in spec.adapter.model_fields_set:
+        method = method.with_parts(planner=replace(planner, rank_limit=spec.adapter.max_rank))
+    _check_parts(method, name, spec)
     if method.codec.deltas_only and method.send == "weights":
         raise ConfigError(f'codec.send = "weights", but codec "{method.codec.id}" makes sense for differences only')
     if spec.adapter.kind not in method.adapters:
         allowed = " or ".join(sorted(method.adapters))
         raise ConfigError(f'Method "{name}" is defined for adapter.kind = "{allowed}"', got=spec.adapter.kind)
-    if method.topology == "alone" and spec.run.keep == "best":
+    personal = method.topology == "alone" or method.pairs.local or method.head == "local"
+    if personal and spec.run.keep == "best":
         raise ConfigError(
             f'run.keep = "best", but with "{name}" every client has a model of its own', do='keep = "last"'
         )
@@ -71,19 +73,29 @@ def build_downlink(spec: ExperimentSpec) -> Codec:
     return codec
 
 
-def _refuse_unwired(method: Method) -> None:
-    """Parts that are there, but need something of a round that no round does yet."""
-    aggregator, planner, selector = method.aggregator, method.planner, method.selector
-    if aggregator.moves_base:
-        raise ConfigError(f'aggregate = "{aggregator.id}" moves the base model, which a run cannot do yet')
-    if aggregator.id in _NEEDS_OTHER_CLIENTS:
-        raise ConfigError(f'aggregate = "{aggregator.id}" needs clients that {_NEEDS_OTHER_CLIENTS[aggregator.id]}')
-    if isinstance(planner, AskingPlanner):
-        raise ConfigError(f'plan = "{planner.id}" asks clients for importance scores, which a run cannot do yet')
+def _check_parts(method: Method, name: str, spec: ExperimentSpec) -> None:
+    """Refuses parts that do not go together."""
+    aggregator, selector, pairs = method.aggregator, method.selector, method.pairs
     if getattr(selector, "needs_moments", False) and not getattr(aggregator, "moments", False):
         raise ConfigError(
             f'select = "{selector.id}" with this score needs the spread over clients',
             do='set aggregate = { id = "holders_mean", moments = true }',
+        )
+    check_coordinates(method.optimizer, aggregator)
+    if aggregator.id == "svd_mean" and pairs.trained != (("lora_B",),):
+        raise ConfigError('aggregate = "svd_mean" needs clients that train B alone', do='use method.name = "fedsvd"')
+    if aggregator.id == "sketch_mean" and pairs.slices != "drawn":
+        raise ConfigError('aggregate = "sketch_mean" needs drawn rank slices', do='use method.name = "fslora"')
+    if aggregator.id == "stack" and not pairs.redrawn:
+        raise ConfigError('aggregate = "stack" needs pairs that are drawn anew', do='use method.name = "flora"')
+    if spec.rounds.downlink == "changed" and (pairs.slices == "drawn" or method.scaling == "by_rank"):
+        raise ConfigError(
+            f'rounds.downlink = "changed", but "{name}" hands out other slices or scalings than a client holds',
+            do='set rounds.downlink = "full"',
+        )
+    if method.head is not None and "head" in spec.adapter.model_fields_set and spec.adapter.head != method.head:
+        raise ConfigError(
+            f'adapter.head = "{spec.adapter.head}", but "{name}" fixes it', expected=f'adapter.head = "{method.head}"'
         )
 
 
@@ -91,6 +103,15 @@ def _refuse_fixed(method: Method, name: str, table: str) -> None:
     if table not in method.open_choices:
         open_tables = ", ".join(f"[{t}]" for t in sorted(method.open_choices))
         raise ConfigError(f'[{table}] is set, but method "{name}" fixes it', expected=f"only {open_tables} are open")
+
+
+def adapter_kind(spec: ExperimentSpec) -> AdapterKind:
+    """The kind that the file sets; else LoRA, or what the method is defined for."""
+    kind = spec.adapter.kind
+    if "kind" in spec.adapter.model_fields_set:
+        return kind
+    adapters = METHODS.build(spec.method.name, spec.method.options).adapters
+    return kind if kind in adapters else cast("AdapterKind", sorted(adapters)[0])
 
 
 def method_rows() -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.experiment.store import SCHEMA_VERSION, RunFolder, resume_hash, spec_hash
 from fedstrata.experiment.watch import Watch
 from fedstrata.record.clients import FolderStates
+from fedstrata.record.site import SiteBase
 from fedstrata.round import Observer, run_round
 from fedstrata.server.evaluate import drop_payload
 
@@ -103,6 +104,7 @@ def _train(
             state = folder.load(known) or built.initial
         try:
             first_round = state.server_round + 1
+            built.trainer.site = SiteBase(folder.path / "site" / "base.safetensors")
             engine = LocalEngine(built.trainer, FolderStates(folder.path / "clients"))
             keep = folder.keep_payload if options.keep_payloads else drop_payload
             watch.start(built, state)
@@ -115,7 +117,7 @@ def _train(
                 record["measured"]["wall_s"] = time.perf_counter() - round_began  # the validation included
                 folder.append(record, clients)
                 if is_better(built, state):
-                    built.save_adapter(folder.path / "best", state.tensors)
+                    built.save_adapter(folder.path / "best", state.tensors, state.base)
                 folder.commit(state, known)
                 watch.round_done(record)
                 reason = stop_reason(spec, state) or ("interrupted" if interrupts.asked else None)

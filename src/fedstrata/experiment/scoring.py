@@ -77,7 +77,7 @@ def validate(
         state = replace(state, personal=dict(sorted(known.items())) if built.is_personal else {})
         state = _count(state, record, scores, bytes_too=spec.eval.on == "clients")
     else:
-        values = server_metrics(built.trainer.score(state.tensors, "server_validation"))
+        values = server_metrics(built.score(state, "server_validation"))
     record["metrics"] = {"validation": values}
     value = values[spec.eval.metric]
     state = replace(state, validation=(*state.validation, {"server_round": state.server_round, **values}))

@@ -140,6 +140,9 @@ class ExperimentSpec(_Table):
         default=None, description="Another aggregator, where the method leaves it open."
     )
     select: PartConfig | None = Field(default=None, description="Another selector, where the method leaves it open.")
+    optimize: PartConfig | None = Field(
+        default=None, description="A server optimizer, where the method's mean keeps its coordinates."
+    )
     codec: CodecConfig = Field(default_factory=CodecConfig)
     rounds: RoundsConfig = Field(default_factory=RoundsConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)

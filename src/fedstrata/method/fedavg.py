@@ -5,6 +5,7 @@ from __future__ import annotations
 from fedstrata.aggregate.holders import HoldersMean
 from fedstrata.codec.floats import Float32
 from fedstrata.method.base import Method
+from fedstrata.method.citation import FEDERATED_AVERAGING
 from fedstrata.method.registry import METHODS, MethodFacts
 from fedstrata.objective.task_loss import TaskLoss
 from fedstrata.plan.blocks import AllStrata
@@ -13,7 +14,7 @@ from fedstrata.select.accept_all import AcceptAll
 
 @METHODS.register(
     MethodFacts(
-        paper="McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017",
+        citation=FEDERATED_AVERAGING,
         trains="all parameters, or LoRA factors of all blocks",
         sends="what it trained",
         exact=None,

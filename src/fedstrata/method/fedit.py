@@ -5,6 +5,7 @@ from __future__ import annotations
 from fedstrata.aggregate.factors import FactorMean
 from fedstrata.codec.floats import Float32
 from fedstrata.method.base import Method
+from fedstrata.method.citation import Citation
 from fedstrata.method.registry import METHODS, MethodFacts
 from fedstrata.objective.task_loss import TaskLoss
 from fedstrata.plan.blocks import AllStrata
@@ -13,7 +14,13 @@ from fedstrata.select.accept_all import AcceptAll
 
 @METHODS.register(
     MethodFacts(
-        paper="Zhang et al., Towards Building the Federated GPT: Federated Instruction Tuning, ICASSP 2024",
+        citation=Citation(
+            "zhang2024fedit",
+            ("Zhang", "others"),
+            "Towards Building the Federated GPT: Federated Instruction Tuning",
+            2024,
+            "ICASSP",
+        ),
         trains="LoRA factors of all blocks at one rank",
         sends="A and B",
         exact=False,

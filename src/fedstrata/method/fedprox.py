@@ -5,6 +5,7 @@ from __future__ import annotations
 from fedstrata.aggregate.holders import HoldersMean
 from fedstrata.codec.floats import Float32
 from fedstrata.method.base import Method
+from fedstrata.method.citation import PROXIMAL
 from fedstrata.method.registry import METHODS, MethodFacts
 from fedstrata.objective.proximal import Proximal
 from fedstrata.plan.blocks import AllStrata
@@ -13,7 +14,7 @@ from fedstrata.select.accept_all import AcceptAll
 
 @METHODS.register(
     MethodFacts(
-        paper="Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020",
+        citation=PROXIMAL,
         trains="all parameters, or LoRA factors of all blocks, close to where it started",
         sends="what it trained",
         exact=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fedstrata.aggregate.holders import HoldersMean
 from fedstrata.codec.floats import Float32
 from fedstrata.method.base import Method
+from fedstrata.method.citation import Citation
 from fedstrata.method.registry import METHODS, MethodFacts
 from fedstrata.objective.task_loss import TaskLoss
 from fedstrata.plan.random_blocks import RandomBlocks
@@ -13,7 +14,13 @@ from fedstrata.select.accept_all import AcceptAll
 
 @METHODS.register(
     MethodFacts(
-        paper="Su et al., FedRA: A Random Allocation Strategy for Federated Tuning, ECCV 2024",
+        citation=Citation(
+            "su2024fedra",
+            ("Su", "others"),
+            "FedRA: A Random Allocation Strategy for Federated Tuning to Unleash the Power of Heterogeneous Clients",
+            2024,
+            "ECCV",
+        ),
         trains="LoRA factors of blocks drawn anew for every client and round",
         sends="what it trained",
         exact=False,
@@ -21,7 +28,7 @@ from fedstrata.select.accept_all import AcceptAll
     ),
     aliases=("fedra",),
 )
-def fedra_freeze(strata: int | dict[str, int], weight_by: str = "num_examples") -> Method:
+def fedra_freeze(strata: int | dict[str, int] | None = None, weight_by: str = "num_examples") -> Method:
     """FedRA with frozen rest: each client trains `strata` blocks drawn at random in every round.
 
     Blocks are drawn uniformly without replacement from the stream (seed, "allocation", round, client). The other
@@ -29,7 +36,7 @@ def fedra_freeze(strata: int | dict[str, int], weight_by: str = "num_examples") 
     nobody did; the head is averaged over everyone.
 
     Args:
-        strata: How many blocks a client trains, for all or per device kind.
+        strata: How many blocks a client trains, for all or per device kind; left out: by speed.
         weight_by: Weights of the mean.
 
     References:

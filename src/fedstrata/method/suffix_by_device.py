@@ -21,7 +21,7 @@ from fedstrata.select.accept_all import AcceptAll
     ),
     aliases=("suffix", "depth_by_device"),
 )
-def suffix_by_device(depth: dict[str, int], weight_by: str = "num_examples") -> Method:
+def suffix_by_device(depth: dict[str, int] | None = None, weight_by: str = "num_examples") -> Method:
     """Suffix by device: each device kind trains a given number of blocks, counted from the output.
 
     A block is averaged over the clients that trained it. Adapters below a client's depth stay in its forward pass,

@@ -1,10 +1,12 @@
 """Who trains which strata, at which rank."""
 
+from fedstrata.plan.after_gradient import AfterGradient
 from fedstrata.plan.allocation import PatternBlocks, RandomPattern
 from fedstrata.plan.base import (
     PLANNERS,
     AskingPlanner,
     ClientPlan,
+    ContestPlanner,
     InvitingPlanner,
     PlanContext,
     Planner,
@@ -22,14 +24,17 @@ from fedstrata.plan.fisher import CoDesign, FisherBlocks
 from fedstrata.plan.fixed import FixedBlocks
 from fedstrata.plan.random_blocks import RandomBlocks
 from fedstrata.plan.suffix import SuffixByDevice
+from fedstrata.plan.windows import Windows
 
 __all__ = [
     "PLANNERS",
+    "AfterGradient",
     "AllStrata",
     "AskingPlanner",
     "ClientPlan",
     "ClientRanks",
     "CoDesign",
+    "ContestPlanner",
     "DepthAndRank",
     "Exclusive",
     "FirstBlocks",
@@ -45,6 +50,7 @@ __all__ = [
     "RandomPattern",
     "RoundPlan",
     "SuffixByDevice",
+    "Windows",
     "check_own_ranks",
     "check_round_plan",
     "client_plan",

@@ -21,6 +21,7 @@ from fedstrata.plan.checks import (
     trainable_blocks,
     uniform_server_ranks,
 )
+from fedstrata.plan.defaults import counts_of
 from fedstrata.plan.patterns import Pattern, draw_blocks, pattern_probabilities, pattern_sets
 
 
@@ -32,7 +33,7 @@ class PatternBlocks(Planner):
     Where blocks without an adapted map exist, the pattern is laid over the others, in their order.
 
     Args:
-        strata: c_g, the number of blocks per device kind, 0 (the head only) to L.
+        strata: c_g, the number of blocks per device kind, 0 (the head only) to L; left out: by speed, see `counts_of`.
         pattern: `triangle` (`shallow`): prefixes; `inverted_triangle` (`deep`): suffixes; `bottleneck`: both ends;
             `uniform`: spread evenly. Formulas: `pattern_sets`.
 
@@ -43,7 +44,7 @@ class PatternBlocks(Planner):
     """
 
     id: ClassVar[str] = "pattern"
-    strata: dict[str, int]
+    strata: dict[str, int] | None = None
     pattern: Pattern = "bottleneck"
 
     def init(self, shape: ModelShape, fleet: Fleet) -> dict[str, Any]:
@@ -52,7 +53,7 @@ class PatternBlocks(Planner):
         Raises:
             PlanError: If a kind is unknown or left out, or the model has fewer blocks; all mistakes at once.
         """
-        refuse(self.id, kind_problems("strata", self.strata, shape, fleet))
+        refuse(self.id, kind_problems("strata", counts_of(self.strata, shape, fleet), shape, fleet))
         return {}
 
     def server_ranks(self, shape: ModelShape, max_rank: int) -> dict[Stratum, int]:
@@ -61,8 +62,8 @@ class PatternBlocks(Planner):
 
     def plan(self, state: dict[str, Any], context: PlanContext) -> tuple[RoundPlan, dict[str, Any]]:
         """The set of the client's kind."""
-        blocks, kinds = sized_blocks(self.strata, context)
-        sets = sets_by_kind(self.pattern, blocks, self.strata)
+        blocks, kinds = sized_blocks(counts_of(self.strata, context.shape, context.fleet), context)
+        sets = sets_by_kind(self.pattern, blocks, counts_of(self.strata, context.shape, context.fleet))
         why = {
             "rule": self.id,
             "pattern": self.pattern,
@@ -86,7 +87,7 @@ class RandomPattern(Planner):
     `draw_blocks`.
 
     Args:
-        strata: c_g, the number of blocks per device kind, 0 (the head only) to L.
+        strata: c_g, the number of blocks per device kind, 0 (the head only) to L; left out: by speed, see `counts_of`.
         pattern: As in `pattern`.
 
     References:
@@ -96,7 +97,7 @@ class RandomPattern(Planner):
     """
 
     id: ClassVar[str] = "random_pattern"
-    strata: dict[str, int]
+    strata: dict[str, int] | None = None
     pattern: Pattern = "bottleneck"
 
     def init(self, shape: ModelShape, fleet: Fleet) -> dict[str, Any]:
@@ -105,7 +106,7 @@ class RandomPattern(Planner):
         Raises:
             PlanError: If a kind is unknown or left out, or the model has fewer blocks; all mistakes at once.
         """
-        refuse(self.id, kind_problems("strata", self.strata, shape, fleet))
+        refuse(self.id, kind_problems("strata", counts_of(self.strata, shape, fleet), shape, fleet))
         return {}
 
     def server_ranks(self, shape: ModelShape, max_rank: int) -> dict[Stratum, int]:
@@ -114,9 +115,9 @@ class RandomPattern(Planner):
 
     def plan(self, state: dict[str, Any], context: PlanContext) -> tuple[RoundPlan, dict[str, Any]]:
         """Draws for every client; the record has the chances and what was drawn."""
-        chances = group_probabilities(self.pattern, self.strata, context)
+        chances = group_probabilities(self.pattern, counts_of(self.strata, context.shape, context.fleet), context)
         why = {"rule": self.id, "pattern": self.pattern}
-        return plan_draws(chances, self.strata, context, why), state
+        return plan_draws(chances, counts_of(self.strata, context.shape, context.fleet), context, why), state
 
     def observe(self, state: dict[str, Any], round_record: Mapping[str, Any]) -> dict[str, Any]:
         """Learns nothing."""

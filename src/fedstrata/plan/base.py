@@ -22,11 +22,13 @@ class ClientPlan:
         client: Its id.
         ranks: Rank of every trained stratum (≥ 1; for head and embeddings 1 means "trained"). Others are frozen.
         reads: Ranks of further strata that stand in its forward pass without being trained ("present").
+        group: Which of several models, trained side by side, it trains; empty where there is one.
     """
 
     client: str
     ranks: Mapping[Stratum, int]
     reads: Mapping[Stratum, int] = field(default_factory=dict)
+    group: str = ""
 
     @property
     def strata(self) -> tuple[Stratum, ...]:
@@ -124,11 +126,12 @@ class Probes:
     """Questions that are answered before a round is planned; their bytes and seconds count.
 
     Attributes:
-        kind: What is asked: `fisher`, the sums of squared gradients per stratum.
+        kind: What is asked: `fisher`, the sums of squared gradients per stratum; `gradient`, the gradient at every
+            map as truncated factors, from which the server makes frozen factors.
         options: How, JSON-ready.
     """
 
-    kind: Literal["fisher"]
+    kind: Literal["fisher", "gradient"]
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -149,6 +152,29 @@ class InvitingPlanner(Planner):
 
         Raises:
             PlanError: If there are none.
+        """
+
+
+class ContestPlanner(Planner):
+    """A planner that lets groups of clients train candidates side by side, and goes on with the best."""
+
+    @abstractmethod
+    def is_over(self, server_round: int, num_rounds: int) -> bool:
+        """Whether the candidates are judged after this round."""
+
+    @abstractmethod
+    def settle(
+        self, state: dict[str, Any], scores: Mapping[str, Mapping[str, float]], shape: ModelShape
+    ) -> tuple[str, dict[str, Any]]:
+        """The winner.
+
+        Args:
+            state: The planner's.
+            scores: Validation accuracy and loss of every candidate that was trained.
+            shape: The model's sizes.
+
+        Returns:
+            Its name and the new state.
         """
 
 

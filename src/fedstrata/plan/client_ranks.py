@@ -12,6 +12,7 @@ from fedstrata.device.fleet import Fleet
 from fedstrata.errors import did_you_mean
 from fedstrata.plan.base import PLANNERS, PlanContext, Planner, RoundPlan, client_plan
 from fedstrata.plan.checks import refuse, uniform_server_ranks
+from fedstrata.plan.defaults import ranks_of
 
 
 @PLANNERS.register
@@ -24,7 +25,7 @@ class ClientRanks(Planner):
 
     Args:
         ranks: r_k, per device kind or per client; a client's own entry counts more than its kind's. 0 trains the
-            head only. With full parameters, any rank above 0 trains everything.
+            head only. With full parameters, any rank above 0 trains everything. Left out: by speed, see `ranks_of`.
 
     References:
         Cho et al., Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models, EMNLP 2024; Bai et
@@ -33,7 +34,7 @@ class ClientRanks(Planner):
     """
 
     id: ClassVar[str] = "client_ranks"
-    ranks: dict[str, int]
+    ranks: dict[str, int] | None = None
 
     def init(self, shape: ModelShape, fleet: Fleet) -> dict[str, Any]:
         """No rank has shrunk yet.
@@ -42,6 +43,8 @@ class ClientRanks(Planner):
             PlanError: If a name is neither a client nor a device kind, a client has no rank, or ranks do not fit; all
                 mistakes at once.
         """
+        if self.ranks is None:
+            return {"kept": {}}
         known = {*fleet.kinds, *fleet.ids}
         problems = [
             f'ranks names "{name}", which is neither a device kind nor a client: {did_you_mean(name, known)}'
@@ -58,7 +61,8 @@ class ClientRanks(Planner):
 
     def server_ranks(self, shape: ModelShape, max_rank: int) -> dict[Stratum, int]:
         """The largest rank of any client in every block."""
-        return uniform_server_ranks(shape, max(self.ranks.values(), default=0))
+        largest = max_rank if self.ranks is None else max([1, *self.ranks.values()])  # where all are 0, `init` says so
+        return uniform_server_ranks(shape, largest)
 
     def plan(self, state: dict[str, Any], context: PlanContext) -> tuple[RoundPlan, dict[str, Any]]:
         """All blocks at the client's rank."""
@@ -79,6 +83,6 @@ class ClientRanks(Planner):
         return {**state, "kept": dict(sorted(kept.items()))}
 
     def _rank(self, client: str, state: Mapping[str, Any], context: PlanContext) -> int:
-        kind = context.fleet[client].device.name
-        rank = self.ranks[client] if client in self.ranks else self.ranks[kind]
+        ranks, kind = ranks_of(self.ranks, context.fleet, context.max_rank), context.fleet[client].device.name
+        rank = ranks[client] if client in ranks else ranks[kind]
         return min(rank, int(state["kept"].get(client, rank)))

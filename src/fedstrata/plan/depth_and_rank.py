@@ -62,6 +62,7 @@ class DepthAndRank(Planner):
         upload_s: β per device kind.
         fixed_s: c per device kind; 0 if left out.
         smoothing: Weight of the newest observation.
+        rank_limit: The largest rank that the default budget may lead to: `adapter.max_rank`, where that is set.
 
     References:
         Liu et al., Adaptive Parameter-Efficient Federated Fine-Tuning on Heterogeneous Devices (LEGEND), 2024
@@ -84,6 +85,7 @@ class DepthAndRank(Planner):
     upload_s: dict[str, float] | None = None
     fixed_s: dict[str, float] | None = None
     smoothing: float = 0.3
+    rank_limit: int | None = None
 
     def init(self, shape: ModelShape, fleet: Fleet) -> dict[str, Any]:
         """Nothing is known yet beside what is given.
@@ -143,7 +145,9 @@ class DepthAndRank(Planner):
 
     def _growing(self, shape: ModelShape) -> GrowingRanks:
         num_blocks = len(_adapted(shape))
-        return growing_ranks(num_blocks, budget=self.rank_budget, step=self.rank_step, start=self.rank_start)
+        return growing_ranks(
+            num_blocks, budget=self.rank_budget, step=self.rank_step, start=self.rank_start, limit=self.rank_limit
+        )
 
     def _arm_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         if self.arm == "uniform_rank":

@@ -14,6 +14,7 @@ from fedstrata.device.fleet import Fleet
 from fedstrata.plan.allocation import group_probabilities, plan_draws
 from fedstrata.plan.base import PLANNERS, AskingPlanner, PlanContext, Probes, RoundPlan
 from fedstrata.plan.checks import kind_problems, refuse, trainable_blocks, uniform_server_ranks
+from fedstrata.plan.defaults import counts_of
 from fedstrata.plan.importance import Control, Mapped
 from fedstrata.plan.patterns import Pattern
 from fedstrata.plan.scoring import NO_SCORES, FisherOn, Importance, Scoring, Source
@@ -31,7 +32,7 @@ class FisherBlocks(AskingPlanner):
     first ones all blocks are equally likely.
 
     Args:
-        strata: c_g, the number of blocks per device kind, 0 (the head only) to L.
+        strata: c_g, the number of blocks per device kind, 0 (the head only) to L; left out: by speed, see `counts_of`.
         importance: `fisher`, or `updates`: the clients' own mean squared deltas, without a proxy (ours). A block that
             nobody has held yet counts like the mean of the others.
         source: Whose examples: `client_heldout`, examples that are kept out of the clients' training; or a file of
@@ -50,7 +51,7 @@ class FisherBlocks(AskingPlanner):
     """
 
     id: ClassVar[str] = "fisher"
-    strata: dict[str, int]
+    strata: dict[str, int] | None = None
     importance: Importance = "fisher"
     source: Source = "client_heldout"
     fisher_on: FisherOn = "factors"
@@ -67,7 +68,10 @@ class FisherBlocks(AskingPlanner):
             PlanError: If a kind is unknown or left out, the model has fewer blocks, or a number is too small; all
                 mistakes at once.
         """
-        refuse(self.id, kind_problems("strata", self.strata, shape, fleet) + Scoring.of(self).problems())
+        refuse(
+            self.id,
+            kind_problems("strata", counts_of(self.strata, shape, fleet), shape, fleet) + Scoring.of(self).problems(),
+        )
         return dict(NO_SCORES)
 
     def server_ranks(self, shape: ModelShape, max_rank: int) -> dict[Stratum, int]:
@@ -80,12 +84,13 @@ class FisherBlocks(AskingPlanner):
 
     def plan(self, state: dict[str, Any], context: PlanContext) -> tuple[RoundPlan, dict[str, Any]]:
         """Takes in the answers, then draws for every client."""
+        counts = counts_of(self.strata, context.shape, context.fleet)
         state, why = Scoring.of(self).learn(state, context)
         blocks = trainable_blocks(context)
         chances = state["chances"] or dict.fromkeys(map(str, blocks), 1 / max(len(blocks), 1))
         phase = "scores" if state["chances"] else "no scores yet"
         reasons = {"rule": self.id, "phase": phase, **why}
-        return plan_draws(np.array([chances[str(b)] for b in blocks]), self.strata, context, reasons), state
+        return plan_draws(np.array([chances[str(b)] for b in blocks]), counts, context, reasons), state
 
     def observe(self, state: dict[str, Any], round_record: Mapping[str, Any]) -> dict[str, Any]:
         """With `importance = "updates"`, what the round's update says."""
@@ -100,7 +105,7 @@ class CoDesign(AskingPlanner):
     Draws as `random_pattern` (RGD-HLA) for T_warm rounds, then as `fisher` (FIM-HLA) until the end.
 
     Args:
-        strata: c_g, the number of blocks per device kind, 0 (the head only) to L.
+        strata: c_g, the number of blocks per device kind, 0 (the head only) to L; left out: by speed, see `counts_of`.
         pattern: Of the warm rounds.
         importance: As in `fisher`, like all options below.
         source: Whose examples.
@@ -117,7 +122,7 @@ class CoDesign(AskingPlanner):
     """
 
     id: ClassVar[str] = "hello"
-    strata: dict[str, int]
+    strata: dict[str, int] | None = None
     pattern: Pattern = "bottleneck"
     importance: Importance = "fisher"
     source: Source = "client_heldout"
@@ -134,7 +139,10 @@ class CoDesign(AskingPlanner):
         Raises:
             PlanError: As in `fisher`.
         """
-        refuse(self.id, kind_problems("strata", self.strata, shape, fleet) + Scoring.of(self).problems())
+        refuse(
+            self.id,
+            kind_problems("strata", counts_of(self.strata, shape, fleet), shape, fleet) + Scoring.of(self).problems(),
+        )
         return dict(NO_SCORES)
 
     def server_ranks(self, shape: ModelShape, max_rank: int) -> dict[Stratum, int]:
@@ -147,13 +155,17 @@ class CoDesign(AskingPlanner):
 
     def plan(self, state: dict[str, Any], context: PlanContext) -> tuple[RoundPlan, dict[str, Any]]:
         """Takes in the answers, then draws for every client: by the pattern until there are scores."""
+        counts = counts_of(self.strata, context.shape, context.fleet)
         state, why = Scoring.of(self).learn(state, context)
         if state["chances"]:
             phase, chances = "scores", np.array([state["chances"][str(b)] for b in trainable_blocks(context)])
         else:
-            phase, chances = "pattern", group_probabilities(self.pattern, self.strata, context)
+            phase, chances = (
+                "pattern",
+                group_probabilities(self.pattern, counts, context),
+            )
         reasons = {"rule": self.id, "phase": phase, "pattern": self.pattern, **why}
-        return plan_draws(chances, self.strata, context, reasons), state
+        return plan_draws(chances, counts, context, reasons), state
 
     def observe(self, state: dict[str, Any], round_record: Mapping[str, Any]) -> dict[str, Any]:
         """With `importance = "updates"`, what the round's update says."""

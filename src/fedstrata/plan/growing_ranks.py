@@ -32,7 +32,12 @@ class GrowingRanks:
 
 
 def growing_ranks(
-    num_blocks: int, *, budget: int | None = None, step: float | None = None, start: int | None = None
+    num_blocks: int,
+    *,
+    budget: int | None = None,
+    step: float | None = None,
+    start: int | None = None,
+    limit: int | None = None,
 ) -> GrowingRanks:
     """Ranks that grow by λ per block towards the output.
 
@@ -43,6 +48,7 @@ def growing_ranks(
         budget: ψ, the ranks of all blocks together; None: 8·L.
         step: λ; None: 1. If neither ψ nor λ nor r_0 is given, the largest of 1, ½, ¼, 0 that the budget allows.
         start: r_0, instead of a budget.
+        limit: The largest rank that the default budget may lead to; a given ψ, λ or r_0 counts more.
 
     Raises:
         PlanError: If λ is below 0, r_0 below 1, both ψ and r_0 are given, or the budget is too small (the message
@@ -70,6 +76,12 @@ def growing_ranks(
     for candidate in STEPS if chosen else (1.0 if step is None else step,):
         added = _exact(candidate) * num_blocks * (num_blocks - 1) / 2
         first = math.floor((budget - added) / num_blocks) if num_blocks else 0
+        if chosen and limit is not None:
+            capped = limit - math.floor(_exact(candidate) * max(num_blocks - 1, 0))
+            if 1 <= capped < first:
+                ranks = _grow(capped, candidate, num_blocks)
+                return GrowingRanks(ranks, capped, candidate, sum(ranks), True)
+            first = min(first, capped)
         if first >= 1:
             return GrowingRanks(_grow(first, candidate, num_blocks), first, candidate, budget, chosen)
     raise PlanError(

@@ -20,8 +20,10 @@ from fedstrata.plan.checks import (
     kind_problems,
     plan_each,
     refuse,
+    trainable_blocks,
     uniform_server_ranks,
 )
+from fedstrata.plan.defaults import counts_of
 
 
 @PLANNERS.register
@@ -33,7 +35,8 @@ class RandomBlocks(Planner):
     clients. Every block is drawn with probability c/L.
 
     Args:
-        strata: c, for all clients or per device kind; 0 (the head only) to L.
+        strata: c, for all clients or per device kind, 0 (the head only) to L; left out: by speed, see
+            `counts_of`.
 
     References:
         Su et al., FedRA: A Random Allocation Strategy for Federated Tuning to Unleash the Power of Heterogeneous
@@ -41,7 +44,7 @@ class RandomBlocks(Planner):
     """
 
     id: ClassVar[str] = "random_k"
-    strata: int | dict[str, int]
+    strata: int | dict[str, int] | None = None
 
     def init(self, shape: ModelShape, fleet: Fleet) -> dict[str, Any]:
         """No state.
@@ -52,7 +55,7 @@ class RandomBlocks(Planner):
         if isinstance(self.strata, int):
             refuse(self.id, count_problems("strata", self.strata, shape))
         else:
-            refuse(self.id, kind_problems("strata", self.strata, shape, fleet))
+            refuse(self.id, kind_problems("strata", counts_of(self.strata, shape, fleet), shape, fleet))
         return {}
 
     def server_ranks(self, shape: ModelShape, max_rank: int) -> dict[Stratum, int]:
@@ -61,17 +64,22 @@ class RandomBlocks(Planner):
 
     def plan(self, state: dict[str, Any], context: PlanContext) -> tuple[RoundPlan, dict[str, Any]]:
         """Draws for every client; the record says how often each block was drawn."""
-        drawn = {client: self._draw(client, context) for client in context.cohort}
+        counts = counts_of(self.strata, context.shape, context.fleet)
+        drawn = {c: self._draw(c, counts[context.fleet[c].device.name], context) for c in context.cohort}
         times = Counter(block for blocks in drawn.values() for block in blocks)
-        why = {"rule": self.id, "times_drawn": {str(b): times[b] for b in sorted(times)}}
+        blocks = trainable_blocks(context)
+        why = {
+            "rule": self.id,
+            "probabilities": {str(b): 1 / len(blocks) for b in blocks},
+            "times_drawn": {str(b): times[b] for b in sorted(times)},
+        }
         return plan_each(context, drawn.__getitem__, why), state
 
     def observe(self, state: dict[str, Any], round_record: Mapping[str, Any]) -> dict[str, Any]:
         """Learns nothing."""
         return state
 
-    def _draw(self, client: str, context: PlanContext) -> list[int]:
-        count = self.strata if isinstance(self.strata, int) else self.strata[context.fleet[client].device.name]
+    def _draw(self, client: str, count: int, context: PlanContext) -> list[int]:
         blocks = enough_blocks(count, client, context)
         rng = generator(context.seed, "allocation", context.server_round, client)
         return [blocks[i] for i in sample_without_replacement(rng, np.zeros(len(blocks)), count)]

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from fedstrata.core.merges import BaseLog
 from fedstrata.core.tensors import NamedTensors
 from fedstrata.core.wire import canonical_json
 from fedstrata.errors import RunFolderError
@@ -18,6 +20,8 @@ from fedstrata.record.files import atomic_write
 
 _SCHEMA = 1
 _KEY = "fedstrata"
+_BASE, _MOMENT, _GROUP = "base:", "moment:", "group:"
+_TENSOR_FIELDS = frozenset({"tensors", "base", "moments", "groups"})
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ class ServerState:
         validation: One record per evaluated round: `{"server_round", metric: value, …}`.
         totals: The ledger: bytes by direction and section, predicted seconds, failures, client records.
         best: `{"server_round", "value"}` by the validation metric, or None.
+        base: What the method has merged into the base model.
+        merged: Per client, the merge that it stands at; 0 where nobody knows.
+        moments: The server optimizer's, float64, by `<slot>/<tensor>`.
+        optimizer_steps: How often it updated each tensor.
+        groups: Tensors of candidates that are trained side by side, by candidate; empty where there is one model.
     """
 
     tensors: NamedTensors
@@ -49,6 +58,11 @@ class ServerState:
     validation: tuple[Mapping[str, Any], ...] = ()
     totals: Mapping[str, Any] = field(default_factory=dict)
     best: Mapping[str, Any] | None = None
+    base: BaseLog = field(default_factory=BaseLog)
+    merged: Mapping[str, int] = field(default_factory=dict)
+    moments: NamedTensors = field(default_factory=dict)
+    optimizer_steps: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, NamedTensors] = field(default_factory=dict)
 
 
 def save_checkpoint(path: Path, state: ServerState, spec_hash: str) -> None:
@@ -56,9 +70,15 @@ def save_checkpoint(path: Path, state: ServerState, spec_hash: str) -> None:
 
     Equal states give equal bytes.
     """
-    rest = {f.name: getattr(state, f.name) for f in fields(state) if f.name != "tensors"}
+    rest = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in _TENSOR_FIELDS}
+    if state.base.number:
+        rest["base"] = [state.base.number, state.base.snapshot_number]
     document = canonical_json({"schema": _SCHEMA, "spec_hash": spec_hash, "state": rest}).decode()
-    atomic_write(path, save(dict(state.tensors), metadata={_KEY: document}))
+    named = dict(state.tensors)
+    named |= {_BASE + n: t for n, t in state.base.to_tensors().items()}
+    named |= {_MOMENT + n: t for n, t in state.moments.items()}
+    named |= {f"{_GROUP}{g}/{n}": t for g, tensors in state.groups.items() for n, t in tensors.items()}
+    atomic_write(path, save(named, metadata={_KEY: document}))
 
 
 def load_checkpoint(path: Path) -> tuple[ServerState, str]:
@@ -69,14 +89,27 @@ def load_checkpoint(path: Path) -> tuple[ServerState, str]:
     """
     try:
         data = path.read_bytes()
-        tensors = load(data)
+        named = load(data)
         length = int.from_bytes(data[:8], "little")
         document = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_KEY])
         rest = document["state"]
         rest["validation"] = tuple(rest["validation"])
-        state, spec_hash = ServerState(tensors=tensors, **rest), str(document["spec_hash"])
+        number, snapshot_number = rest.get("base", (0, 0))
+        rest["base"] = BaseLog.from_tensors(number, snapshot_number, _behind(_BASE, named))
+        groups: dict[str, NamedTensors] = {}
+        for name, tensor in _behind(_GROUP, named).items():
+            group, rest_of_name = name.split("/", 1)
+            groups.setdefault(group, {})[rest_of_name] = tensor
+        own = {n: t for n, t in named.items() if not n.startswith((_BASE, _MOMENT, _GROUP))}
+        state = ServerState(tensors=own, moments=_behind(_MOMENT, named), groups=groups, **rest)
+        spec_hash = str(document["spec_hash"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(
             f"{path} cannot be read", got=f"{type(error).__name__}: {error}", do="start anew with --fresh"
         ) from error
     return state, spec_hash
+
+
+def _behind(prefix: str, named: Mapping[str, np.ndarray]) -> NamedTensors:
+    """The tensors whose name begins with `prefix`, without it, in the order of their names."""
+    return {n.removeprefix(prefix): named[n] for n in sorted(named) if n.startswith(prefix)}

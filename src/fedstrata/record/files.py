@@ -64,6 +64,16 @@ def replace_folder(new: Path, target: Path) -> None:
             shutil.rmtree(aside)
 
 
+def copy_folder(source: Path, target: Path) -> None:
+    """Makes `target` a copy of `source`, whole or not at all; an existing one is replaced."""
+    partial = target.with_name(target.name + ".new" + TEMPORARY_SUFFIX)
+    with plain_os_errors(target):
+        if partial.exists():
+            shutil.rmtree(partial)
+        shutil.copytree(source, partial)
+    replace_folder(partial, target)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Deletes what an interrupted write left beside the files of `folder`; a folder that was put aside comes back."""
     with plain_os_errors(folder):

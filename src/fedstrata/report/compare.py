@@ -165,9 +165,13 @@ def _checkpoints(first: Path, second: Path) -> Iterator[str]:
     (one, one_hash), (other, other_hash) = load_checkpoint(first), load_checkpoint(second)
     if one_hash != other_hash:
         yield f"spec_hash: {_pair(one_hash[:12], other_hash[:12])}"
-    yield from _tensors(one.tensors, other.tensors)
+    for a, b in ((one.tensors, other.tensors), (one.moments, other.moments)):
+        yield from _tensors(a, b)
+    yield from _tensors(one.base.to_tensors(), other.base.to_tensors())
+    for group in sorted(one.groups.keys() | other.groups.keys()):
+        yield from _tensors(one.groups.get(group, {}), other.groups.get(group, {}))
     for field in fields(one):
-        if field.name != "tensors":
+        if field.name not in ("tensors", "moments", "base", "groups"):
             a, b = (json.loads(json.dumps(getattr(state, field.name))) for state in (one, other))
             yield from _values(a, b, key=f"{field.name}.")
 

@@ -10,6 +10,7 @@ from typing import Any
 from fedstrata.core.tensors import parse_stratum, stratum_order
 from fedstrata.errors import AssetError, RunFolderError
 from fedstrata.record.files import atomic_write
+from fedstrata.report.history import read_strata
 from fedstrata.report.stored import (
     CLIENTS_FILE,
     ROUNDS_FILE,
@@ -49,7 +50,7 @@ def draw_run(folder: Path) -> list[Path]:
         ) from error
     from fedstrata.report.charts import draw_svg
 
-    svg = draw_svg(view)
+    svg = draw_svg(view, read_strata(folder))
     paths = [folder / "report.svg", folder / "report.png"]
     atomic_write(paths[0], svg.encode())
     atomic_write(paths[1], vl_convert.svg_to_png(svg, scale=1.0))
@@ -162,6 +163,7 @@ def _client_cells(clients: list[dict[str, Any]], shown: set[str], rounds: set[in
 
 
 def _bytes(record: Mapping[str, Any], direction: str) -> int:
-    """Bytes of a round with those of an evaluation on clients."""
-    evaluation = record.get("evaluation_bytes", {}).get(direction, {"total": 0})
-    return int(record["bytes"][direction]["total"] + evaluation["total"])
+    """All bytes of a round in one direction: training, and what was asked or evaluated beside it."""
+    asked = [record.get(key) or {} for key in ("probes", "contest")]
+    parts = [record["bytes"], record.get("evaluation_bytes") or {}, *(part.get("bytes") or {} for part in asked)]
+    return sum(int(part[direction]["total"]) for part in parts if direction in part)

@@ -9,6 +9,7 @@ from typing import Any
 
 from fedstrata.core.units import format_bytes, format_seconds
 from fedstrata.report.stored import CLIENTS_FILE, ROUNDS_FILE, num_blocks_trained, read_records
+from fedstrata.report.words import count_of
 
 _WHY_STOPPED = {
     "target": "the validation metric reached rounds.target",
@@ -20,7 +21,7 @@ _WHY_STOPPED = {
 def headline(summary: Mapping[str, Any]) -> str:
     """One sentence: what was reached, what the untouched model reaches, after how many rounds."""
     test, base = summary["metrics"]["test"], summary["metrics"]["base"]
-    rounds = f"after {_count(summary['num_rounds'], 'round')}"
+    rounds = f"after {count_of(summary['num_rounds'], 'round')}"
     untouched = f"(untouched model {base['accuracy']:.3f})"
     if "client_mean_accuracy" not in test:
         return f"Test accuracy {test['accuracy']:.3f} {untouched} {rounds}"
@@ -57,7 +58,7 @@ def summary_rows(folder: Path, summary: Mapping[str, Any], run_record: Mapping[s
         rows.append(("", f"on the simulated devices it would take {format_seconds(predicted)}"))
     rows.append(("kept", _kept(folder, summary)))
     if summary["num_client_failures"]:
-        count = _count(summary["num_client_failures"], "client failure")
+        count = count_of(summary["num_client_failures"], "client failure")
         rows.append(("failures", f"{count}; {folder / ROUNDS_FILE} says which and why"))
     return [*rows, *(("note", note) for note in run_record["notes"])]
 
@@ -83,18 +84,17 @@ def next_steps(
 
 
 def _planned(summary: Mapping[str, Any], run_record: Mapping[str, Any]) -> str:
-    return f"{summary['num_rounds']} of {_count(run_record['spec']['rounds']['count'], 'round')}"
+    return f"{summary['num_rounds']} of {count_of(run_record['spec']['rounds']['count'], 'round')}"
 
 
 def _who(run_record: Mapping[str, Any], topology: str) -> str:
     clients = run_record["clients"]
     kinds = Counter(c["device"] for c in clients)
     if topology == "pooled":
-        return (
-            f"one model on the pooled data of all {_count(len(clients), 'client')} (nothing federated, for comparison)"
-        )
+        everyone = count_of(len(clients), "client")
+        return f"one model on the pooled data of all {everyone} (nothing federated, for comparison)"
     listing = ", ".join(f"{count} {device}" for device, count in kinds.items())
-    who = f"{_count(len(clients), 'client')} on {_count(len(kinds), 'kind')} of devices ({listing})"
+    who = f"{count_of(len(clients), 'client')} on {count_of(len(kinds), 'kind')} of devices ({listing})"
     return f"{who}; each alone, nothing was merged" if topology == "alone" else who
 
 
@@ -110,9 +110,9 @@ def _blocks(run_record: Mapping[str, Any], clients: list[dict[str, Any]], topolo
         return []
     who = "it" if topology == "pooled" else "every client"
     if seen == {total}:
-        return [f"{who} trained all {_count(total, 'block')}"]
+        return [f"{who} trained all {count_of(total, 'block')}"]
     if len(seen) == 1:
-        return [f"{who} trained {seen.pop()} of {_count(total, 'block')}"]
+        return [f"{who} trained {seen.pop()} of {count_of(total, 'block')}"]
     ways = ", ".join(f"{device} {_span(counts)}" for device, counts in spans.items() if counts)
     return [f"each trained only the blocks it could afford, of {total}: {ways}"]
 
@@ -143,7 +143,7 @@ def _comparison(summary: Mapping[str, Any], replies: int) -> str:
     ours = summary["totals"]["downlink_bytes"] + summary["totals"]["uplink_bytes"]
     times = f", {full / ours:,.0f} times as much" if ours and full >= 2 * ours else ""
     return (
-        f"for comparison: the whole model both ways for the same {_count(replies, 'reply', 'replies')} would be "
+        f"for comparison: the whole model both ways for the same {count_of(replies, 'reply', 'replies')} would be "
         f"{format_bytes(full)}{times}"
     )
 
@@ -179,14 +179,10 @@ def _loading(
     path = (folder / "adapter" / "CLIENT" if personal else folder / "adapter").as_posix()
     if run_record["spec"]["adapter"]["kind"] == "full":
         return [("load it in Python", (f'AutoModelForSequenceClassification.from_pretrained("{path}")',))]
-    base = f"{run_record['model']['source']} with {_count(len(run_record['labels']), 'label')}"
+    base = f"{run_record['model']['source']} with {count_of(len(run_record['labels']), 'label')}"
     return [("load it in Python", (f"# base: {base}", f'PeftModel.from_pretrained(base, "{path}")'))]
 
 
 def _quoted(path: Path) -> str:
     text = str(path)
     return f'"{text}"' if " " in text else text
-
-
-def _count(number: int, noun: str, plural: str | None = None) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"

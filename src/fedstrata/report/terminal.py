@@ -17,6 +17,7 @@ from rich.text import Text
 from fedstrata.core.tensors import parse_stratum, stratum_name
 from fedstrata.core.units import format_bytes, format_seconds
 from fedstrata.report.summary import headline, next_steps, summary_rows
+from fedstrata.report.words import count_of, ranges
 
 _BAR_WIDTH = 20
 _WIDEST_BLOCK_BAR = 12
@@ -61,7 +62,7 @@ def print_plan(table: Mapping[str, Any]) -> None:
     """
     console = Console(highlight=False)
     clients, num_blocks = table["clients"], table["num_blocks"]
-    sizes = f"{_count(len(clients), 'client')}, a model of {_count(num_blocks, 'block')}"
+    sizes = f"{count_of(len(clients), 'client')}, a model of {count_of(num_blocks, 'block')}"
     console.print(Text(f"Round {table['server_round']} with {table['method']}: {sizes}", style="bold"))
     console.print()
     console.print(_plan_table(console, table))
@@ -151,7 +152,7 @@ def _plan_table(console: Console, table: Mapping[str, Any]) -> Table:
             marks = (full if b in blocks else empty for b in range(num_blocks))
             where = Text("".join(marks), style="cyan") + Text(f" {count}", style="default")
         else:
-            where = Text(f"{_ranges(sorted(blocks))} ({count})" if blocks else "none")
+            where = Text(f"{ranges(sorted(blocks))} ({count})" if blocks else "none")
         ranks = sorted({r for s, r in c["ranks"].items() if s.isdigit()})
         spread = "–".join(str(r) for r in dict.fromkeys((ranks[0], ranks[-1]))) if ranks else "0"
         sizes = [format_bytes(c[key]) for key in ("downlink_bytes", "uplink_bytes")]
@@ -182,17 +183,6 @@ def _grouped(coverage: Mapping[str, int]) -> list[tuple[str, int]]:
     ]
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as ranges: `0–2, 5`."""
-    parts: list[list[int]] = []
-    for n in numbers:
-        if parts and parts[-1][-1] == n - 1:
-            parts[-1].append(n)
-        else:
-            parts.append([n])
-    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}–{p[-1]}" for p in parts)
-
-
 def _table(columns: Sequence[str], whole: Sequence[str] = ()) -> Table:
     """A table without lines whose cells never lose a character; those of `whole` columns stay on one line."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
@@ -220,7 +210,3 @@ def _yes_no(value: bool | None) -> Text:
 def _glyphs(console: Console) -> tuple[str, str]:
     """A full and an empty cell of a bar, in the characters that the output can show."""
     return ("█", "░") if console.encoding.lower().startswith("utf") else ("#", ".")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -105,12 +106,16 @@ def spread_sample(values: Sequence[T], most: int) -> list[T]:
 def round_ticks(values: Sequence[int], most: int = 12) -> list[int]:
     """Which rounds of an axis are labeled: all of a few, otherwise the first and round numbers.
 
+    Where columns are left out, the first one at or after a round number stands for it.
+
     Example:
         >>> round_ticks(range(1, 5)), round_ticks(range(1, 101))
         ([1, 2, 3, 4], [1, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100])
+        >>> round_ticks(range(1, 301, 2))
+        [1, 51, 101, 151, 201, 251]
     """
     if len(values) <= most:
         return list(values)
     step = next(s * 10**e for e in range(9) for s in (2, 5, 10) if values[-1] / (s * 10**e) < most)
-    ticks = [v for v in values if v % step == 0]
-    return [values[0], *ticks] if values[0] not in ticks else ticks
+    ticks = [v for before, v in pairwise(values) if v // step > before // step]
+    return [values[0], *ticks]

@@ -9,12 +9,13 @@ from typing import Literal
 from fedstrata.core.tensors import HEAD, Stratum
 from fedstrata.core.wire import REPLY, Bytes, SectionBytes, frame_sections, unpack_frame
 from fedstrata.errors import PayloadError
-from fedstrata.message import Reply, Task, pack_task, rank_keys, reply_header
+from fedstrata.message import Reply, Task, rank_keys, reply_header
 from fedstrata.plan.base import ClientPlan
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.failure import ClientFailure
+from fedstrata.server.downlink import Downlink
 from fedstrata.server.setup import Engine, RoundSetup
-from fedstrata.server.tasks import Downlink, make_task
+from fedstrata.server.tasks import make_task
 
 Split = Literal["client_validation", "server_validation", "test"]
 KeepPayload = Callable[[int, str, str, Bytes], None]
@@ -60,16 +61,15 @@ def evaluate_on_clients(
         clients: Who is asked.
         keep: Is given every payload, with the direction `evaluation-down` or `evaluation-up`.
     """
-    downlink = Downlink(setup, state.tensors)
+    downlink = Downlink(setup, state)
     sent: dict[str, SectionBytes] = {}
 
     def tasks() -> Iterator[tuple[str, int, Bytes]]:
         for client in sorted(clients):
-            task = evaluation_task(setup, state, client, split)
-            data = pack_task(task, setup.downlink, downlink.payload(task.layouts(setup.layout).down))
+            data = downlink.pack(evaluation_task(setup, state, client, split)).data
             sent[client] = frame_sections(data)
             keep(state.server_round, client, "evaluation-down", data)
-            yield client, task.accepted_round, data
+            yield client, state.accepted.get(client, 0), data
 
     sums, failures, up = {}, [], SectionBytes()
     for client, answer in engine.run(tasks()):
@@ -114,6 +114,7 @@ def evaluation_task(setup: RoundSetup, state: ServerState, client: str, split: S
     return replace(
         task,
         job="evaluate",
+        skip_blocks=False,
         server_round=max(state.server_round, 1),
         sent=sent,
         keep_downlink=False,

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedstrata.core.tensors import NamedTensors
-from fedstrata.core.wire import SectionBytes
+from fedstrata.core.tensors import NamedTensors, Stratum
+from fedstrata.core.wire import Bytes, SectionBytes
 from fedstrata.device.cost import RoundTime, predict_client_seconds
 from fedstrata.message import Reply, Task
 from fedstrata.plan.base import ClientPlan, RoundPlan
@@ -23,6 +23,8 @@ class Traffic:
     plan: ClientPlan
     task: Task
     start: NamedTensors
+    slices: Mapping[Stratum, tuple[int, ...]] = field(default_factory=dict)
+    data: Bytes = b""
     down: SectionBytes = field(default_factory=SectionBytes)
     up: SectionBytes = field(default_factory=SectionBytes)
     reply: Reply | None = None
@@ -82,7 +84,12 @@ def client_record(setup: RoundSetup, mine: Traffic) -> dict[str, Any]:
     return record
 
 
-def round_record(plan: RoundPlan, clients: Iterable[Mapping[str, Any]], merged: Mapping[str, Any]) -> dict[str, Any]:
+def round_record(
+    plan: RoundPlan,
+    clients: Iterable[Mapping[str, Any]],
+    merged: Mapping[str, Any],
+    probes: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """The line of `rounds.jsonl`, without its metrics."""
     clients = list(clients)
     good = [c for c in clients if c["status"] == "ok"]
@@ -101,17 +108,25 @@ def round_record(plan: RoundPlan, clients: Iterable[Mapping[str, Any]], merged: 
         "failures": [c["failure"] for c in clients if c["failure"]],
         "why": dict(plan.why),
         **merged,
+        **({"probes": dict(probes)} if probes else {}),
     }
 
 
 def add_totals(totals: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """The ledger after this round."""
     none = {"total": 0, "header": 0, "side": 0, "values": 0}
+    more = [record[key] for key in ("probes", "contest") if key in record]
+    sent = {
+        d: _add_bytes([totals.get(d, none), record["bytes"][d], *(m["bytes"][d] for m in more)])
+        for d in ("downlink", "uplink")
+    }
+    failures = len(record["failures"]) + sum(len(m["failures"]) for m in more)
     return {
-        "downlink": _add_bytes([totals.get("downlink", none), record["bytes"]["downlink"]]),
-        "uplink": _add_bytes([totals.get("uplink", none), record["bytes"]["uplink"]]),
-        "predicted_s": totals.get("predicted_s", 0.0) + record["predicted"]["round_s"],
-        "num_client_failures": totals.get("num_client_failures", 0) + len(record["failures"]),
+        **sent,
+        "predicted_s": sum(
+            (m["predicted_s"] for m in more), totals.get("predicted_s", 0.0) + record["predicted"]["round_s"]
+        ),
+        "num_client_failures": totals.get("num_client_failures", 0) + failures,
         "num_client_records": totals.get("num_client_records", 0) + len(record["cohort"]),
     }
 

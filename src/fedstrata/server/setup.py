@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from fedstrata.codec.base import Codec
-from fedstrata.core.shape import AdapterKind, ModelShape
+from fedstrata.core.shape import AdapterKind, ModelShape, global_layout
 from fedstrata.core.tensors import HEAD, Layout, Stratum
 from fedstrata.core.wire import Bytes
 from fedstrata.device.fleet import Client, Fleet
 from fedstrata.method.base import Method
+from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.failure import ClientFailure
 
 POOLED_CLIENT = "central"
@@ -46,6 +47,11 @@ class RoundSetup:
         head: What happens to the head.
         threads: CPU threads of a client.
         exactness_values: Memory for the exactness error, in numbers; 0 switches it off.
+        scaling_power: p in a client's scaling s_k = s·(r/r_k)^p at rank r_k.
+        kind: Which adapters clients train.
+        server_score: Validation accuracy and loss of a state, on examples of the server's; None where clients own them.
+        server_probe: Answers a planner's probe with the server's own examples: the state and the probe's options give
+            `{"sums": {block: number}, "count": examples}`.
     """
 
     method: Method
@@ -64,11 +70,28 @@ class RoundSetup:
     head: Literal["aggregate", "local", "frozen"] = "aggregate"
     threads: int = 1
     exactness_values: int = 1 << 26
+    scaling_power: float = 0.0
+    kind: AdapterKind | None = None
+    server_score: Callable[[ServerState], Mapping[str, float]] | None = None
+    server_probe: Callable[[ServerState, Mapping[str, Any]], Mapping[str, Any]] | None = None
 
     @cached_property
     def adapter(self) -> AdapterKind:
-        """Whether clients train LoRA pairs or whole parameters."""
-        return "lora" if self.layout.targets else "full"
+        """Which adapters clients train; without a word about it, what the layout looks like."""
+        return self.kind or ("lora" if self.layout.targets else "full")
+
+    @cached_property
+    def base_layout(self) -> Layout:
+        """A pair per map: how updates of the base, or frozen factors around a square matrix, are written."""
+        if self.adapter != "square":
+            return self.layout
+        ranks = {s.stratum: s.rank for s in self.layout if s.kind == "lora_R"}
+        return global_layout(self.shape, "lora", ranks)
+
+    @property
+    def is_personal(self) -> bool:
+        """Whether every client ends with a model of its own."""
+        return bool(self.local_strata) or bool(self.method.pairs.local)
 
     @cached_property
     def workers(self) -> Fleet:

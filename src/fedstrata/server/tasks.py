@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from fedstrata.core.rng import generator
-from fedstrata.core.tensors import HEAD, Layout, NamedTensors, leading_slice, slice_tensors, stratum_order
-from fedstrata.core.wire import Payload
+from fedstrata.core.tensors import HEAD, Kind, stratum_order
 from fedstrata.device.plan_cost import PlanCost
 from fedstrata.message import Task, rank_keys
 from fedstrata.plan.base import ClientPlan, InvitingPlanner, PlanContext, RoundPlan
@@ -17,15 +16,24 @@ from fedstrata.record.checkpoint import ServerState
 from fedstrata.registry import to_config
 from fedstrata.server.setup import POOLED_CLIENT, RoundSetup
 
+FACTORS: tuple[Kind, ...] = ("lora_A", "lora_B")
 
-def plan_round(setup: RoundSetup, state: ServerState) -> tuple[RoundPlan, Mapping[str, Any]]:
+
+def plan_round(
+    setup: RoundSetup, state: ServerState, answers: Mapping[str, Any] | None = None
+) -> tuple[RoundPlan, Mapping[str, Any]]:
     """Draws the cohort and asks the planner. Pure.
+
+    Args:
+        setup: What all rounds share.
+        state: After the last round.
+        answers: To the planner's probes, by client.
 
     Raises:
         PlanError: If nobody would train anything, or a plan does not fit the model.
     """
     server_round = state.server_round + 1
-    context = plan_context(setup, cohort_of(setup, server_round), server_round)
+    context = replace(plan_context(setup, cohort_of(setup, server_round), server_round), answers=answers or {})
     plan, planner_state = setup.method.planner.plan(dict(state.planner), context)
     check_round_plan(plan, context)
     return plan, planner_state
@@ -83,6 +91,8 @@ def make_task(setup: RoundSetup, state: ServerState, plan: ClientPlan) -> Task:
         for s, r in plan.reads.items()
         if s not in ranks and s in setup.server_ranks and (state.versions.get(str(s), 0) > 0 or s in setup.local_strata)
     }
+    if setup.method.skips_blocks:
+        reads = {}
     if HEAD in setup.server_ranks and HEAD not in ranks:
         reads[HEAD] = 1
     present = ranks | reads
@@ -93,10 +103,11 @@ def make_task(setup: RoundSetup, state: ServerState, plan: ClientPlan) -> Task:
     train = dict(setup.train)
     if setup.method.topology == "pooled":
         train |= {"local_steps": _pooled_steps(setup, state.server_round + 1), "local_epochs": None}
+    pairs, server_round = setup.method.pairs, state.server_round + 1
     return Task(
         job="train",
         client=plan.client,
-        server_round=state.server_round + 1,
+        server_round=server_round,
         seed=setup.seed,
         ranks=rank_keys(ranks),
         reads=rank_keys(reads),
@@ -104,7 +115,7 @@ def make_task(setup: RoundSetup, state: ServerState, plan: ClientPlan) -> Task:
         sent=sent,
         versions=versions,
         accepted_round=state.accepted.get(plan.client, 0),
-        learning_rate=learning_rate(setup, state.server_round + 1),
+        learning_rate=learning_rate(setup, server_round),
         train=train,
         objective=to_config(setup.method.objective),
         uplink=to_config(setup.method.codec),
@@ -112,6 +123,13 @@ def make_task(setup: RoundSetup, state: ServerState, plan: ClientPlan) -> Task:
         send=setup.method.send,
         keep_downlink=setup.partial_downlink,
         threads=setup.threads,
+        frozen_kinds=[k for k in FACTORS if k not in pairs.trained_in(server_round)],
+        local_kinds=list(pairs.local),
+        drawn_kinds=list(pairs.drawn),
+        drawn_round=server_round if pairs.redrawn else 0,
+        scaling_power=setup.scaling_power,
+        skip_blocks=setup.method.skips_blocks,
+        base=[state.merged.get(plan.client, 0), state.base.number],
     )
 
 
@@ -134,28 +152,3 @@ def _pooled_steps(setup: RoundSetup, server_round: int) -> int:
     """The steps of the cohort that a federated run would draw in this round, one after the other."""
     members = draw_cohort(setup.seed, server_round, setup.fleet.ids, setup.clients_per_round)
     return sum(local_steps(setup.train, setup.fleet[c].num_examples) for c in members)
-
-
-class Downlink:
-    """Encodes the server's tensors once per distinct set of strata and ranks, not once per client."""
-
-    _KEPT = 4
-
-    def __init__(self, setup: RoundSetup, tensors: NamedTensors) -> None:
-        self._setup, self._tensors = setup, tensors
-        self._payloads: dict[Layout, Payload] = {}
-
-    def payload(self, layout: Layout) -> Payload:
-        """The encoded tensors of a layout."""
-        if layout not in self._payloads:
-            if len(self._payloads) >= self._KEPT:
-                self._payloads.pop(next(iter(self._payloads)))
-            tensors = slice_tensors(self._tensors, layout)
-            self._payloads[layout] = self._setup.downlink.encode(tensors, layout, {}, generator(0, "downlink"))[0]
-        return self._payloads[layout]
-
-    def start(self, layout: Layout) -> NamedTensors:
-        """What a client has after decoding everything that it was ever sent for this layout."""
-        if self._setup.downlink.lossless:
-            return {s.name: leading_slice(self._tensors[s.name], s.shape) for s in layout}
-        return self._setup.downlink.decode(self.payload(layout), layout)

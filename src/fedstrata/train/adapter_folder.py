@@ -1,7 +1,8 @@
-"""What comes out of a run: a standard PEFT folder, or a whole model after full-parameter tuning.
+"""What comes out of a run: a standard PEFT folder, a whole model after full-parameter tuning, or bottleneck adapters.
 
 Besides the standard files a folder holds `fedstrata.json`: label names, the base by the name that the user gave it,
-and which tensor belongs to which stratum. The same tensors give the same bytes.
+and which tensor belongs to which stratum. The same tensors give the same bytes. PEFT knows no adapter behind a block:
+a folder of bottleneck adapters holds `adapter.safetensors` and `fedstrata.json`, and is loaded by Fedstrata alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from fedstrata.record.files import (
     replace_folder,
     write_json,
 )
+from fedstrata.train.fold import BaseUpdate, Pairs, as_pairs
 from fedstrata.train.lora import AdaptedModel
 
 SCHEMA_VERSION = 1
@@ -39,6 +42,11 @@ INFO_FILE = "fedstrata.json"
 LORA_CONFIG_FILE = "adapter_config.json"
 LORA_WEIGHTS_FILE = "adapter_model.safetensors"
 MODEL_WEIGHTS_FILE = "model.safetensors"
+BOTTLENECK_WEIGHTS_FILE = "adapter.safetensors"
+WEIGHTS_FILES: Mapping[str, str] = MappingProxyType(
+    {"lora": LORA_WEIGHTS_FILE, "full": MODEL_WEIGHTS_FILE, "bottleneck": BOTTLENECK_WEIGHTS_FILE}
+)
+"""The file of tensors by the kind that a folder holds."""
 PREFIX = "base_model.model."
 
 
@@ -47,13 +55,15 @@ class AdapterInfo:
     """What a folder says about its tensors.
 
     Attributes:
-        kind: LoRA pairs with the head, or a whole model.
+        kind: LoRA pairs with the head (`lora`, also where an R was trained between frozen factors), a whole model, or
+            bottleneck adapters with the head.
         base: The base model as the user named it.
         revision: Of a hub model.
         identity: SHA-256 of the base's files when the folder was written.
         label_names: Class names by label number.
         max_length: Longest input in training, tokens.
-        layout: The tensors, in order.
+        layout: The tensors, in order. Where a base moved, ranks may be larger than the server's, up to the smaller
+            side of a map.
         scaling: The factor of B·A per target.
     """
 
@@ -73,11 +83,16 @@ def save_adapter(
     layout: Layout,
     tensors: Mapping[str, np.ndarray],
     scaling: Mapping[str, float],
+    *,
+    base: Mapping[str, BaseUpdate] = MappingProxyType({}),
 ) -> None:
     """Writes a folder, whole or not at all; an existing one is replaced.
 
     LoRA: `PeftModel.from_pretrained(base, folder)` predicts what this model predicts, the head included; targets
-    that the layout lacks are left out. Full parameters: `AutoModelFor….from_pretrained(folder)` does.
+    that the layout lacks are left out. With frozen factors the same: lora_A = A, lora_B = B·R. Where a method moved the
+    base, one pair per target holds that update and the server's pair, scaling folded in (scaling 1, alpha = r), equal
+    to float32 rounding: the folder belongs to the base as loaded. Full parameters:
+    `AutoModelFor….from_pretrained(folder)` does. Bottleneck adapters: PEFT has no such kind; `load_adapter` reads them.
 
     Args:
         folder: Where; its parents are made.
@@ -85,22 +100,32 @@ def save_adapter(
         layout: What the tensors are; a head that it lacks is saved with its first values.
         tensors: The values, float32.
         scaling: The factor of B·A per target of the layout.
+        base: What was merged into the base, by target: factors, or [out, in] float32.
 
     Raises:
         RunFolderError: If the folder cannot be written.
+        ModelError: If the base moved where no LoRA pair can say so.
     """
-    adapted.set_client({s.name: tensors[s.name] for s in layout}, layout, Layout(()), scaling)
+    kind = adapted.adapter.kind
+    stored = Pairs(layout, {s.name: tensors[s.name] for s in layout}, scaling)
+    if base or kind == "square":
+        if kind not in ("lora", "square"):
+            raise ModelError(f'adapter.kind = "{kind}" has no pairs that could hold an update of the base')
+        stored = as_pairs(adapted.shape.targets, layout, tensors, scaling, base=base, frames=adapted.frames)
+    adapted.set_client(stored.tensors, stored.layout, Layout(()), stored.scaling)
     partial = folder.with_name(folder.name + ".new" + TEMPORARY_SUFFIX)
     try:
         with plain_os_errors(folder):
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
-            if adapted.adapter.kind == "lora":
-                _write_lora(partial, adapted, layout, scaling)
-            else:
+            if kind == "full":
                 _write_model(partial, adapted)
-            _write_info(partial, adapted, layout, scaling)
+            elif kind == "bottleneck":
+                _write_bottlenecks(partial, adapted, stored.layout)
+            else:
+                _write_lora(partial, adapted, stored.layout, stored.scaling)
+            _write_info(partial, adapted, stored)
         replace_folder(partial, folder)
     finally:
         adapted.reset()
@@ -116,7 +141,7 @@ def load_adapter(folder: Path) -> tuple[NamedTensors, AdapterInfo]:
         RunFolderError: If the folder is missing or damaged.
     """
     info = _read_info(folder)
-    path = folder / (LORA_WEIGHTS_FILE if info.kind == "lora" else MODEL_WEIGHTS_FILE)
+    path = folder / WEIGHTS_FILES[info.kind]
     try:
         stored = load_file(path)
     except FileNotFoundError as error:
@@ -216,6 +241,14 @@ def _alpha(scaling: float, rank: int) -> float | int:
     return int(alpha) if alpha.is_integer() else alpha
 
 
+def _write_bottlenecks(folder: Path, adapted: AdaptedModel, layout: Layout) -> None:
+    """The adapters and the whole head, each under its own name."""
+    rest = Layout(tuple(s for s in adapted.shape.head if s.name not in layout))
+    values = adapted.read(layout) | adapted.base_tensors(rest)
+    tensors = {n: torch.from_numpy(v) for n, v in values.items()}
+    atomic_write(folder / BOTTLENECK_WEIGHTS_FILE, save(tensors, metadata={"format": "pt"}))
+
+
 def _write_model(folder: Path, adapted: AdaptedModel) -> None:
     model: Any = adapted.model
     own = {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
@@ -227,20 +260,20 @@ def _write_model(folder: Path, adapted: AdaptedModel) -> None:
     write_json(folder / "config.json", dict(sorted(config.items())))
 
 
-def _write_info(folder: Path, adapted: AdaptedModel, layout: Layout, scaling: Mapping[str, float]) -> None:
-    loaded = adapted.loaded
+def _write_info(folder: Path, adapted: AdaptedModel, stored: Pairs) -> None:
+    loaded, layout = adapted.loaded, stored.layout
     write_json(
         folder / INFO_FILE,
         {
             "schema_version": SCHEMA_VERSION,
-            "kind": adapted.adapter.kind,
+            "kind": "lora" if adapted.adapter.kind == "square" else adapted.adapter.kind,
             "base": loaded.config.source,
             "revision": loaded.config.revision,
             "identity": loaded.identity,
             "architecture": loaded.shape.architecture,
             "label_names": list(loaded.label_names),
             "max_length": loaded.config.max_length,
-            "scaling": {t: scaling[t] for t in layout.targets},
+            "scaling": {t: stored.scaling[t] for t in layout.targets},
             "tensors": [[s.name, list(s.shape), str(s.stratum), s.kind] for s in layout],
         },
     )
@@ -251,6 +284,10 @@ def _read_info(folder: Path) -> AdapterInfo:
     if value.get("schema_version") != SCHEMA_VERSION:
         version = str(value.get("schema_version"))
         raise RunFolderError(f"{folder} was written by another version", expected=str(SCHEMA_VERSION), got=version)
+    kind = str(value.get("kind"))
+    if kind not in WEIGHTS_FILES:
+        known = ", ".join(WEIGHTS_FILES)
+        raise RunFolderError(f"{folder / INFO_FILE} is damaged", expected=f"a kind out of {known}", got=kind[:40])
     try:
         specs = tuple(TensorSpec(n, tuple(shape), parse_stratum(s), kind) for n, shape, s, kind in value["tensors"])
         return AdapterInfo(

@@ -32,10 +32,11 @@ class AdapterConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Literal["lora", "full"] = Field(
-        default="lora", description='"lora": a pair per target; "full": every parameter.'
+    kind: Literal["lora", "full", "square", "bottleneck"] = Field(
+        default="lora",
+        description='"lora": a pair per target; "full": every parameter; "square": a small matrix between two frozen factors per target; "bottleneck": a small network behind every block.',
     )
-    max_rank: int = Field(default=8, ge=1, description="Largest LoRA rank of the run.")
+    max_rank: int = Field(default=8, ge=1, description="Largest LoRA rank of the run, or width of a bottleneck.")
     alpha: float = Field(default=16.0, gt=0, description="scaling = alpha / rank.")
     scaling: Literal["alpha_over_r", "alpha_over_sqrt_r"] = Field(
         default="alpha_over_r", description="How alpha and rank make the scaling."
@@ -49,7 +50,10 @@ class AdapterConfig(BaseModel):
         description="What happens to the head: trained and averaged, kept on each client, or frozen.",
     )
     dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="LoRA dropout, only from the lowest trained block upwards."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Dropout on the input of an adapter, only from the lowest trained block upwards.",
     )
 
 

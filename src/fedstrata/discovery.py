@@ -1,0 +1,152 @@
+"""What comes from outside: entry points of installed packages, and files that an experiment names.
+
+Entry points are read once per process and imported only when a name is looked up or listed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from fedstrata.errors import ConfigError
+
+OWN_PACKAGE = "fedstrata"
+
+
+@dataclass(frozen=True)
+class PlugIn:
+    """One entry point of an installed package.
+
+    Attributes:
+        group: E.g. `fedstrata.codecs`.
+        name: What users write.
+        target: `module:object`.
+        distribution: The package's name.
+        version: The package's version.
+    """
+
+    group: str
+    name: str
+    target: str
+    distribution: str
+    version: str
+
+    @property
+    def place(self) -> str:
+        """Where it comes from, in words."""
+        return f"{self.distribution} {self.version} ({self.target})"
+
+    def load(self) -> Any:
+        """Imports the object.
+
+        Raises:
+            ConfigError: If the import fails for any reason; names package, module and error.
+        """
+        try:
+            return metadata.EntryPoint(self.name, self.target, self.group).load()
+        except Exception as error:  # a package of somebody else may raise anything
+            raise ConfigError(
+                f'The plug-in "{self.name}" cannot be loaded',
+                where=f"{self.place}, entry point of {self.group}",
+                got=f"{type(error).__name__}: {error}",
+                do=f"mend it, or run `pip uninstall {self.distribution}`",
+            ) from error
+
+
+@dataclass(frozen=True)
+class FileOrigin:
+    """A Python file that an experiment names.
+
+    Attributes:
+        path: Where it stands.
+        sha256: Of the bytes that were run.
+    """
+
+    path: Path
+    sha256: str
+
+
+_FILES: dict[str, FileOrigin] = {}
+
+
+@cache
+def plug_ins(group: str) -> tuple[PlugIn, ...]:
+    """The entry points of a group, sorted by name; nothing is imported."""
+    found = []
+    for point in metadata.entry_points(group=group):
+        dist = point.dist
+        name, version = (dist.metadata["Name"], dist.version) if dist is not None else ("an unknown package", "?")
+        found.append(PlugIn(group, point.name, point.value, name, version))
+    return tuple(sorted(found, key=lambda p: (p.name, p.distribution)))
+
+
+def look_again() -> None:
+    """Forgets what was read, for packages that were installed since."""
+    plug_ins.cache_clear()
+
+
+def note_file(module: str, origin: FileOrigin | None) -> None:
+    """Keeps which file a module was made of; None forgets it."""
+    if origin is None:
+        _FILES.pop(module, None)
+    else:
+        _FILES[module] = origin
+
+
+def file_of(thing: Any) -> FileOrigin | None:
+    """The experiment's file that a class or function stands in, None if it stands in none."""
+    return _FILES.get(thing.__module__)
+
+
+def is_own(thing: Any) -> bool:
+    """Whether a class or function belongs to Fedstrata itself."""
+    return str(thing.__module__).partition(".")[0] == OWN_PACKAGE
+
+
+def place_of(thing: Any) -> str:
+    """Where a class or function comes from, in words: its name, and its file or its package."""
+    name = f"{thing.__module__}.{thing.__qualname__}"
+    origin = file_of(thing)
+    if origin is not None:
+        return f"{origin.path}:{thing.__qualname__}"
+    dist = None if is_own(thing) else _distribution_of(thing)
+    return name if dist is None else f"{name} ({dist[0]} {dist[1]})"
+
+
+def origin_record(thing: Any) -> dict[str, str] | None:
+    """What the run's record says about a class or function from outside; None for Fedstrata's own.
+
+    Returns:
+        `object`, and `file` with its `sha256`, or `distribution` and `version` with the `sha256` of the module; only
+        the object where neither is known (a class written in a notebook).
+    """
+    if is_own(thing):
+        return None
+    origin = file_of(thing)
+    if origin is not None:
+        return {"object": thing.__qualname__, "file": origin.path.name, "sha256": origin.sha256}
+    record = {"object": f"{thing.__module__}:{thing.__qualname__}"}
+    dist = _distribution_of(thing)
+    if dist is not None:
+        record |= {"distribution": dist[0], "version": dist[1]}
+    source = getattr(sys.modules.get(thing.__module__), "__file__", None)
+    if source is not None and Path(source).is_file():
+        record["sha256"] = hashlib.sha256(Path(source).read_bytes()).hexdigest()
+    return record
+
+
+def _distribution_of(thing: Any) -> tuple[str, str] | None:
+    """Name and version of the installed package that a class or function belongs to."""
+    top = str(thing.__module__).partition(".")[0]
+    for group in metadata.entry_points().groups:
+        for plug_in in plug_ins(group) if group.startswith(f"{OWN_PACKAGE}.") else ():
+            if plug_in.target.partition(":")[0].partition(".")[0] == top:
+                return plug_in.distribution, plug_in.version
+    for name in metadata.packages_distributions().get(top, ()):  # a part without an entry point
+        return name, metadata.version(name)
+    return None

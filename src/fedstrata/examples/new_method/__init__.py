@@ -1,0 +1,1 @@
+"""What `fedstrata new-method` writes; `{{name}}` and `{{dist}}` are filled in."""

@@ -1,0 +1,248 @@
+"""Methods and parts in files: loaded once, registered, named in errors, and recorded with their hash."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedstrata.codec import CODECS
+from fedstrata.data.config import DataConfig
+from fedstrata.data.partition import PARTITIONS
+from fedstrata.data.sources import load_table
+from fedstrata.errors import ConfigError
+from fedstrata.experiment.plugins import (
+    KINDS,
+    check_registered,
+    is_reference,
+    load_file,
+    load_method,
+    load_part,
+    load_plugins,
+    plugin_record,
+)
+from fedstrata.experiment.spec import ExperimentSpec
+from fedstrata.method import METHODS
+
+CODEC = '''
+"""Halves and doubles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedstrata.codec import CODECS, Codec, Float32
+from fedstrata.core.wire import Payload
+
+
+{decorator}
+@dataclass(frozen=True)
+class Mine(Codec):
+    id: ClassVar[str] = "{id}"
+    factor: float = 2.0
+    lossless = False
+    fixed_length = True
+    deltas_only = False
+    deterministic = True
+
+    def encode(self, tensors, layout, residual, rng):
+        return Float32().encode({{n: t / type(t.flat[0])(self.factor) for n, t in tensors.items()}}, layout, {{}}, rng)
+
+    def decode(self, payload, layout):
+        return Float32().decode(payload, layout)
+
+    def max_bytes(self, layout):
+        return Float32().max_bytes(layout)
+'''
+METHOD = '''
+from fedstrata.method.fedavg import fedavg
+
+
+def mymethod(weight_by: str = "uniform"):
+    """Mine: every client counts the same."""
+    return fedavg(weight_by)
+'''
+
+
+@pytest.fixture(autouse=True)
+def _forget_files() -> Iterator[None]:
+    """Takes out what a test loaded."""
+    yield
+    for name in [n for n in sys.modules if n.startswith("fedstrata_file_")]:
+        for kind in KINDS.values():
+            kind.registry.forget(name)
+        METHODS.forget(name)
+        del sys.modules[name]
+
+
+def codec_file(folder: Path, name: str = "my_codec.py", part_id: str = "halves", decorator: str = "") -> Path:
+    path = folder / name
+    path.write_text(CODEC.format(id=part_id, decorator=decorator))
+    return path
+
+
+def spec(**values: Any) -> ExperimentSpec:
+    return ExperimentSpec.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [("./a.py:b", True), ("../x/y.py:B_1", True), ("fedavg", False), ("a.py", False), ("a.py:1b", False), (3, False)],
+)
+def test_a_reference_is_a_python_file_and_a_name(text: object, is_one: bool) -> None:
+    assert is_reference(text) == is_one
+
+
+def test_a_spec_brings_its_files_and_their_options(tmp_path: Path) -> None:
+    codec_file(tmp_path)
+    (tmp_path / "my_method.py").write_text(METHOD)
+    uplink = {"id": "error_feedback", "inner": {"id": "./my_codec.py:Mine", "factor": 4.0}}
+    load_plugins(spec(method={"name": "./my_method.py:mymethod"}, codec={"uplink": uplink}), tmp_path)
+    method = METHODS.build("./my_method.py:mymethod", {"weight_by": "num_examples"})
+    assert method.aggregator.weight_by == "num_examples"  # type: ignore[attr-defined]
+    built = CODECS.build(uplink)
+    assert built.inner.factor == 4.0  # type: ignore[attr-defined]
+    assert CODECS["halves"] is type(built.inner)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("decorator", ["", "@CODECS.register"])
+def test_every_part_of_a_file_is_found_by_its_id(tmp_path: Path, decorator: str) -> None:
+    part = load_part("codec", f"{codec_file(tmp_path, decorator=decorator)}:Mine", tmp_path)
+    assert CODECS["halves"] is part
+
+
+def test_a_file_is_run_once_and_again_only_if_it_changed(tmp_path: Path) -> None:
+    path = codec_file(tmp_path)
+    first = load_file(path)
+    assert load_file(path) is first
+    part = CODECS["halves"]
+    path.write_text(path.read_text().replace("factor: float = 2.0", "factor: float = 8.0"))
+    second = load_file(path)
+    assert second is not first
+    assert CODECS["halves"] is not part
+    assert CODECS.build("halves").factor == 8.0  # type: ignore[attr-defined]
+
+
+def test_two_files_with_one_id_are_both_named(tmp_path: Path) -> None:
+    first, second = codec_file(tmp_path, "one.py"), codec_file(tmp_path, "two.py")
+    load_file(first)
+    with pytest.raises(ConfigError) as caught:
+        load_file(second)
+    assert f"{first}:Mine and {second}:Mine" in str(caught.value)
+    assert CODECS["halves"].__module__ == load_file(first).__name__
+
+
+def test_a_file_with_the_id_of_a_built_in_part_is_a_clash_of_both(tmp_path: Path) -> None:
+    path = codec_file(tmp_path, part_id="int8")
+    with pytest.raises(ConfigError) as caught:
+        load_file(path)
+    assert f"fedstrata.codec.blockwise.Int8 and {path}:Mine" in str(caught.value)
+
+
+def test_a_method_with_the_name_of_a_built_in_one_is_a_clash_of_both(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(METHOD.replace("mymethod", "fedprox"))
+    with pytest.raises(ConfigError, match=r"fedstrata\.method\.fedprox\.fedprox and .*m\.py:fedprox"):
+        load_method("./m.py:fedprox", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "told"),
+    [
+        ("x = 1\ny = 1 / 0\n", "x", r"bad\.py, line 2\n.*ZeroDivisionError"),
+        ("def f(:\n", "f", r"bad\.py, line 1\n.*SyntaxError"),
+        ("import no_such_neighbor\n", "f", "a file stands alone"),
+        ("def mymethod():\n    pass\n", "mymetod", 'did you mean "mymethod"'),
+        ("mymethod = 3\n", "mymethod", "is no method"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told_with_its_line(tmp_path: Path, code: str, name: str, told: str) -> None:
+    (tmp_path / "bad.py").write_text(code)
+    with pytest.raises(ConfigError, match=told):
+        load_method(f"./bad.py:{name}", tmp_path)
+
+
+def test_a_file_that_fails_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = codec_file(tmp_path, decorator="@CODECS.register")
+    path.write_text(path.read_text() + "\nraise RuntimeError('late')\n")
+    with pytest.raises(ConfigError, match="RuntimeError: late"):
+        load_file(path)
+    assert "halves" not in CODECS.names
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nope\.py"):
+        load_method("./nope.py:f", tmp_path)
+
+
+def test_a_part_of_another_kind_is_refused(tmp_path: Path) -> None:
+    codec_file(tmp_path)
+    with pytest.raises(ConfigError, match="is no planner"):
+        load_part("planner", "./my_codec.py:Mine", tmp_path)
+
+
+def test_a_reference_that_nobody_loaded_says_so() -> None:
+    for find in (CODECS.build, METHODS.find):
+        with pytest.raises(ConfigError, match="has not been loaded"):
+            find("./never.py:x")
+
+
+def test_the_record_has_the_hash_of_every_file_and_nothing_of_ours(tmp_path: Path) -> None:
+    path = codec_file(tmp_path)
+    (tmp_path / "my_method.py").write_text(METHOD)
+    load_method("./my_method.py:mymethod", tmp_path)
+    part = load_part("codec", "./my_codec.py:Mine", tmp_path)
+    method = METHODS.build("./my_method.py:mymethod", {}).with_parts(codec=part())
+    assert plugin_record(method, "./my_method.py:mymethod") == {
+        "method": {
+            "object": "mymethod",
+            "file": "my_method.py",
+            "sha256": hashlib.sha256(METHOD.encode()).hexdigest(),
+        },
+        "codec": {
+            "object": "Mine",
+            "file": "my_codec.py",
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        },
+    }
+    wrapped = method.with_parts(codec=CODECS.build({"id": "zstd", "inner": "halves"}))
+    assert set(plugin_record(wrapped)) == {"codec.inner"}
+    assert plugin_record(METHODS.build("fedavg", {}), "fedavg") == {}
+
+
+def test_a_part_that_clients_could_not_find_is_refused(tmp_path: Path) -> None:
+    part = load_part("codec", f"{codec_file(tmp_path)}:Mine", tmp_path)
+    method = METHODS.build("fedavg", {}).with_parts(codec=part())
+    check_registered(method)
+    CODECS.forget(part.__module__)
+    with pytest.raises(ConfigError, match=r'could not find the codec "halves"[\s\S]*CODECS\.register'):
+        check_registered(method)
+
+
+def test_a_file_may_hold_a_partition_and_a_source(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from fedstrata.data.table import RawTable\n"
+        "import numpy as np\n"
+        "def halves(config, labels, num_clients, rng):\n"
+        "    return np.arange(len(labels)) * num_clients // len(labels)\n"
+        "def read(rest, base_dir, split):\n"
+        "    return RawTable({'text': ['a', 'b'], 'label': ['x', 'y']}, 'mine', 'made up', '0' * 64)\n"
+    )
+    values = {"data": {"source": "./mine.py:read"}, "simulation": {"partition": {"kind": "./mine.py:halves"}}}
+    load_plugins(spec(**values), tmp_path)
+    owner = PARTITIONS["./mine.py:halves"](None, np.zeros(4), 2, None)  # type: ignore[arg-type]
+    assert owner.tolist() == [0, 0, 1, 1]
+    record = plugin_record(METHODS.build("fedavg", {}), "fedavg", spec(**values))
+    assert {key: entry["object"] for key, entry in record.items()} == {"partition": "halves", "source": "read"}
+    table = load_table(DataConfig(source="./mine.py:read"), tmp_path)
+    assert table.columns["label"] == ["x", "y"]
+
+
+def test_a_partition_that_nobody_knows_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="should be 'iid', 'dirichlet'"):
+        spec(simulation={"partition": {"kind": "idd"}})
