@@ -14,6 +14,8 @@ from fedstrata.errors import ConfigError, FedstrataError
 from fedstrata.method import METHODS
 from fedstrata.record.checkpoint import load_checkpoint
 
+pytestmark = pytest.mark.engine
+
 PERSONAL = {n for n, e in METHODS.entries.items() if e.facts.personalised}
 ROBUST = {"median", "trimmed_mean", "krum", "clipped_mean"}
 NO_PAIRS = {"fedadapter"}

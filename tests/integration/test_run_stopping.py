@@ -17,6 +17,8 @@ from fedstrata.errors import RoundError, RunFolderError
 from fedstrata.report.compare import compare_runs
 from fedstrata.train.trainer import TorchTrainer
 
+pytestmark = pytest.mark.engine
+
 STATEFUL = {
     "codec": {"uplink": {"id": "error_feedback", "inner": "int4"}}, "rounds__downlink": "changed",
     "method": {"name": "fedra_freeze", "strata": 2},

@@ -11,8 +11,11 @@ import pytest
 from fedstrata.core.tensors import parse_stratum
 from fedstrata.core.wire import peek_header
 from fedstrata.message import drawn_tensors
+from fedstrata.optimize import Momentum
 from fedstrata.record.checkpoint import ServerState, save_checkpoint
 from fedstrata.server.tasks import cohort_of
+
+pytestmark = pytest.mark.engine
 
 Case = tuple[str, str]
 SIZES = {"a": 30, "b": 7, "c": 12, "d": 1, "e": 8}
@@ -24,6 +27,8 @@ FAILING = {2: "b", 3: "a", 4: "central"}
 def small_world(lab: Any, case: Case, **options: Any) -> Any:
     train = {"learning_rate": 0.1, "schedule": "cosine", "batch_size": 4, "local_steps": 2, "local_epochs": None}
     method = lab.method(case[0])
+    if method.aggregator.fixed_coordinates:
+        method = method.with_parts(optimizer=Momentum(0.5, 0.5))
     shown = {"sizes": SIZES, "num_blocks": BLOCKS, "rank": 2, "trained_before": False, "num_rounds": 5, "train": train}
     return lab.world(method, case[1], **shown | {"clients_per_round": 3} | options)
 

@@ -14,6 +14,8 @@ from fedstrata.errors import AssetError, RunFolderError
 from fedstrata.report.picture import MAX_CLIENT_ROWS, draw_run, read_view
 from fedstrata.report.view import ClientCell, StratumCell, every_kth, round_ticks, spread_sample
 
+pytestmark = pytest.mark.engine
+
 Stored = Callable[..., Path]
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -136,3 +136,16 @@ def test_the_schema_describes_every_table() -> None:
     schema = json_schema()
     assert set(ExperimentSpec.model_fields) == set(schema["properties"])
     assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("values", "column"),
+    [
+        ({"method": {"name": "fedit"}, "plan": {"id": "client_ranks", "ranks": {"laptop-16gb": 2}}}, "unequal ranks"),
+        ({"method": {"name": "ffa_lora"}, "plan": {"id": "last_k", "k": 1}}, "unequal depth"),
+        ({"method": {"name": "local_only"}, "run": {"keep": "best"}}, "personalised"),
+    ],
+)
+def test_a_refused_setting_names_the_column_that_says_no(values: dict[str, Any], column: str) -> None:
+    with pytest.raises(ConfigError, match=column):
+        load_spec(values)

@@ -95,6 +95,7 @@ def _world(record: Mapping[str, Any]) -> dict[str, Any]:
         "data": data.get("sha256"),
         "model": {"identity": model.get("identity")},
         "labels": record.get("labels"),
+        "plugins": record.get("plugins", {}),
         "clients": {c["client"]: {k: v for k, v in c.items() if k != "client"} for c in record.get("clients", [])},
     }
 

@@ -18,6 +18,7 @@ from fedstrata.data.proxy import ProxySet, resolve_proxy
 from fedstrata.errors import ConfigError, PlanError
 from fedstrata.experiment.contradictions import has_validation
 from fedstrata.experiment.methods import build_method
+from fedstrata.experiment.plugins import load_plugins, plugin_record
 from fedstrata.experiment.proxies import ServerProbe, heldout_fraction, scoring_source, server_source
 from fedstrata.experiment.setup import describe, make_setup, read_data
 from fedstrata.experiment.spec import ExperimentSpec
@@ -94,6 +95,7 @@ def build(spec: ExperimentSpec, base_dir: Path, watch: Watch) -> Built:
     Raises:
         FedstrataError: If data, model, fleet and plan do not fit together.
     """
+    load_plugins(spec, base_dir)
     method = build_method(spec)
     watch.step(f"reading {spec.data.source}")
     data = read_data(spec, base_dir, heldout_fraction(spec, method))
@@ -146,6 +148,7 @@ def build(spec: ExperimentSpec, base_dir: Path, watch: Watch) -> Built:
     keep = spec.run.keep or ("best" if has_validation(spec) and not personal else "last")
     info = describe(spec, setup, loaded, data) | {"notes": notes}
     info["data"]["sha256"]["tokens"] = dataset.sha256
+    info["plugins"] = plugin_record(method, spec.method.name, spec)
     if scoring_source(method) is not None:
         info["data"]["scoring"] = [p.to_json() for p in proxies] or _heldout(data)
     return Built(spec, METHODS.find(spec.method.name).name, setup, trainer, initial, keep, info)

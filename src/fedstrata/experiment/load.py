@@ -15,6 +15,7 @@ from fedstrata.errors import ConfigError
 from fedstrata.experiment.contradictions import find_contradictions
 from fedstrata.experiment.methods import adapter_kind
 from fedstrata.experiment.mistakes import describe_mistake, has_no_size, not_finite, other_types, shown
+from fedstrata.experiment.plugins import load_plugins
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.experiment.stored import read_run_record, require_keys
 
@@ -40,10 +41,10 @@ def load_spec(source: Path | str | Mapping[str, Any], overrides: Overrides = ())
         path = Path(source)
         values, base, where = _read_toml(path), path.resolve().parent, str(path)
         values.setdefault("name", _safe_name(path.stem))
-    return check_spec(_overridden(values, overrides), where=where), base
+    return check_spec(_overridden(values, overrides), where=where, base_dir=base), base
 
 
-def check_spec(values: Mapping[str, Any], *, where: str) -> ExperimentSpec:
+def check_spec(values: Mapping[str, Any], *, where: str, base_dir: Path | None = None) -> ExperimentSpec:
     """The spec of these values, or one `ConfigError` with all mistakes."""
     problems = list(not_finite(values))
     try:
@@ -54,6 +55,7 @@ def check_spec(values: Mapping[str, Any], *, where: str) -> ExperimentSpec:
     problems += other_types(values, spec)
     if problems:
         raise ConfigError("The experiment cannot be read", problems=problems, where=where)
+    load_plugins(spec, base_dir or Path.cwd())
     spec = _with_adapter_of_method(spec)
     problems = find_contradictions(spec)
     if problems:
@@ -148,5 +150,5 @@ def respec(folder: Path, overrides: Overrides = ()) -> tuple[ExperimentSpec, Pat
     require_keys(record, {"measured.base_dir": str, "measured.environment": dict}, str(folder / "run.json"))
     # What equals the default counts as not written, or the check for contradicting keys would see it as set.
     values = ExperimentSpec.model_validate(record["spec"]).model_dump(mode="json", exclude_defaults=True)
-    spec = check_spec(_overridden(values, overrides), where=str(folder / "run.json"))
-    return spec, Path(record["measured"]["base_dir"])
+    base = Path(record["measured"]["base_dir"])
+    return check_spec(_overridden(values, overrides), where=str(folder / "run.json"), base_dir=base), base

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from fedstrata.aggregate.base import AGGREGATORS
 from fedstrata.codec.base import CODECS, Codec
 from fedstrata.core.shape import AdapterKind
 from fedstrata.errors import ConfigError
+from fedstrata.experiment.plugins import check_registered
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.method import METHODS, Method
+from fedstrata.method.columns import refusal
 from fedstrata.objective.base import OBJECTIVES
 from fedstrata.optimize.base import OPTIMIZERS, check_coordinates
-from fedstrata.plan.base import PLANNERS
+from fedstrata.plan.base import PLANNERS, Planner
 from fedstrata.select.base import SELECTORS
 
 _PARTS: dict[str, tuple[str, Any]] = {
@@ -36,9 +38,10 @@ def build_method(spec: ExperimentSpec) -> Method:
     for table, (part, registry) in _PARTS.items():
         config = getattr(spec, table)
         if config is not None:
+            built = registry.build(config, where=table)
             if table != "optimize":  # whether it fits is asked of the aggregator
-                _refuse_fixed(method, name, table)
-            method = method.with_parts(**{part: registry.build(config, where=table)})
+                _refuse_fixed(method, name, table, built)
+            method = method.with_parts(**{part: built})
     if spec.codec.uplink is not None:
         _refuse_fixed(method, name, "codec")
         method = method.with_parts(codec=CODECS.build(spec.codec.uplink, where="codec.uplink"))
@@ -48,6 +51,7 @@ def build_method(spec: ExperimentSpec) -> Method:
     planner: Any = method.planner
     if getattr(planner, "rank_limit", 0) is None and "max_rank" in spec.adapter.model_fields_set:
         method = method.with_parts(planner=replace(planner, rank_limit=spec.adapter.max_rank))
+    check_registered(method)
     _check_parts(method, name, spec)
     if method.codec.deltas_only and method.send == "weights":
         raise ConfigError(f'codec.send = "weights", but codec "{method.codec.id}" makes sense for differences only')
@@ -56,9 +60,9 @@ def build_method(spec: ExperimentSpec) -> Method:
         raise ConfigError(f'Method "{name}" is defined for adapter.kind = "{allowed}"', got=spec.adapter.kind)
     personal = method.topology == "alone" or method.pairs.local or method.head == "local"
     if personal and spec.run.keep == "best":
-        raise ConfigError(
-            f'run.keep = "best", but with "{name}" every client has a model of its own', do='keep = "last"'
-        )
+        facts = METHODS.find(name).facts
+        error = refusal(name, facts, "personalised", 'run.keep = "best"', wanted=False, do='set run.keep = "last"')
+        raise error or ConfigError('run.keep = "best", but every client has a model of its own', do='keep = "last"')
     return method
 
 
@@ -99,8 +103,16 @@ def _check_parts(method: Method, name: str, spec: ExperimentSpec) -> None:
         )
 
 
-def _refuse_fixed(method: Method, name: str, table: str) -> None:
+def _refuse_fixed(method: Method, name: str, table: str, part: Any = None) -> None:
+    """Refuses a choice that the method does not leave open; a plan by the column that says no, where one does."""
     if table not in method.open_choices:
+        if isinstance(part, Planner) and part.id not in ("all", "exclusive"):
+            key, what = "unequal_depth", "trains other blocks than the method's own plan"
+            if part.id == "client_ranks":
+                key, what = "unequal_ranks", "gives clients different ranks"
+            error = refusal(name, METHODS.find(name).facts, key, f'plan = "{part.id}" {what}')
+            if error is not None:
+                raise error
         open_tables = ", ".join(f"[{t}]" for t in sorted(method.open_choices))
         raise ConfigError(f'[{table}] is set, but method "{name}" fixes it', expected=f"only {open_tables} are open")
 
@@ -112,11 +124,3 @@ def adapter_kind(spec: ExperimentSpec) -> AdapterKind:
         return kind
     adapters = METHODS.build(spec.method.name, spec.method.options).adapters
     return kind if kind in adapters else cast("AdapterKind", sorted(adapters)[0])
-
-
-def method_rows() -> list[dict[str, Any]]:
-    """One row per method, for `fedstrata methods`."""
-    return [
-        {"name": e.name, "summary": e.summary, "aliases": list(e.aliases), **asdict(e.facts)}
-        for e in sorted(METHODS.entries.values(), key=lambda e: e.name)
-    ]

@@ -35,6 +35,7 @@ FedtluScore: TypeAlias = Literal["consistency", "zico_clients", "magnitude", "ra
         trains="everything that the task trains",
         sends="everything that it trained",
         exact=False,
+        unequal_depth=True,
     ),
     aliases=("tlu", "targeted layer updates"),
 )
