@@ -77,7 +77,7 @@ class Trainer(Protocol):
     def initial(self, layout: Layout) -> NamedTensors:
         """First values of strata that stay on the client, from the named streams."""
 
-    def take_merges(self, client: str, known: int, number: int, merges: Sequence[Merge]) -> None:
+    def take_merges(self, client: str, known: int, number: int, merges: Sequence[Merge], *, keep: bool) -> None:
         """Brings the base model to merge `number`; see `SiteBase.take`."""
 
     def train(self, task: Task, layouts: TaskLayouts, start: NamedTensors) -> LocalWork:
@@ -140,7 +140,7 @@ def _receive(task: Task, frame: Frame, layouts: TaskLayouts, state: ClientState,
     known, number = task.base
     if number:
         merges, rest = unpack_merges(task.merges, payload.values, trainer.base_layout)
-        trainer.take_merges(task.client, known, number, merges)
+        trainer.take_merges(task.client, known, number, merges, keep=task.job != "evaluate")
         payload = Payload(payload.side, rest)
     received = CODECS.build(task.downlink).decode(payload, layouts.down) | drawn_tensors(task, layouts.shared)
     return _assemble(task, layouts, received, state, trainer)

@@ -104,7 +104,8 @@ class NoiseTrainer:
 
     def train(self, task: Task, layouts: TaskLayouts, start: NamedTensors) -> LocalWork:
         habit = self._habit(task)
-        self.tasks[task.client], self.bases[task.client] = task, self.site.log
+        self.tasks[task.client] = task
+        self.bases[task.client] = self.site.log
         self.starts[task.client] = {n: t.copy() for n, t in start.items()}
         tensors = {n: t.copy() for n, t in start.items()}
         whose = "all" if self.all_alike else task.client
@@ -125,8 +126,8 @@ class NoiseTrainer:
     def evaluate(self, task: Task, layouts: TaskLayouts, tensors: NamedTensors) -> Score:
         return Score(4, 2.0, 3)
 
-    def take_merges(self, client: str, known: int, number: int, merges: Sequence[Merge]) -> None:
-        self.site.take(client, known, number, merges)
+    def take_merges(self, client: str, known: int, number: int, merges: Sequence[Merge], *, keep: bool) -> None:
+        self.bases[client] = self.site.take(client, known, number, merges, keep=keep)
 
     def fisher(self, task: Task, layouts: TaskLayouts, tensors: NamedTensors) -> FisherSums:
         bad = self._habit(task) == "nan"

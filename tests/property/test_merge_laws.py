@@ -27,9 +27,9 @@ def own_sites(world: Any) -> dict[str, SiteBase]:
     """Lets every client be a machine of its own."""
     sites: dict[str, SiteBase] = {}
 
-    def take(client: str, known: int, number: int, merges: Any) -> None:
+    def take(client: str, known: int, number: int, merges: Any, *, keep: bool) -> None:
         world.trainer.site = sites.setdefault(client, SiteBase())
-        world.trainer.site.take(client, known, number, merges)
+        world.trainer.site.take(client, known, number, merges, keep=keep)
 
     world.trainer.take_merges = take
     return sites

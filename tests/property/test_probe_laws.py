@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fedstrata.core.wire import REPLY, Payload, frame_sections, pack_frame, peek_header, unpack_frame
-from fedstrata.errors import ConfigError
+from fedstrata.errors import ConfigError, RoundError
 from fedstrata.message import unpack_task
 
 SIZES = {"a": 30, "b": 7, "c": 12, "d": 1}
@@ -205,3 +205,38 @@ def test_examples_of_the_server_cost_no_bytes_and_are_named_in_the_record(lab: A
     without.round()
     with pytest.raises(ConfigError, match="public"):
         without.round()
+
+
+def test_frozen_factors_come_from_gradients_that_are_asked_for_once(lab: Any) -> None:
+    """Fed-SB: r·(in + out) numbers per map go up once, and the frames down to everybody once, whoever is drawn when."""
+    options = {"sizes": SIZES, "num_blocks": BLOCKS, "rank": 2, "trained_before": False, "clients_per_round": 2}
+    world = lab.world(lab.method("fed_sb"), "square", **options)
+    pairs = BLOCKS * 2 * ((5 + 7) + (8 + 5))  # maps of 7 × 5 and 5 × 8
+    received = set()
+    for server_round in range(1, 7):
+        record, clients = world.round()
+        assert ("probes" in record) == (server_round == 1)
+        if server_round == 1:
+            assert record["probes"]["kind"] == "gradient"
+            assert record["probes"]["bytes"]["uplink"]["values"] == 2 * 4 * pairs
+            assert record["why"]["answers"] == dict.fromkeys(record["cohort"], 4)
+        assert world.state.base.number == 1
+        for client in clients:
+            task, frame = unpack_task(world.payloads[client, "down"])
+            assert [number for number, _ in task.merges] == ([] if client in received else [1])
+            own = 4 * task.layouts(world.setup.layout).down.num_values
+            assert len(frame.payload.values) == own + (0 if client in received else 4 * pairs)
+            received.add(client)
+    frames = world.state.base.merges[0].factors
+    for b, a in frames.values():
+        assert abs(b.T @ b - [[1, 0], [0, 1]]).max() < 1e-6
+        assert abs(a @ a.T - [[1, 0], [0, 1]]).max() < 1e-6
+    assert received == set(SIZES)
+
+
+def test_without_any_gradient_there_is_no_run(lab: Any) -> None:
+    habits = dict.fromkeys(SIZES, "raise")
+    options = {"sizes": SIZES, "num_blocks": BLOCKS, "rank": 2, "trained_before": False}
+    world = lab.world(lab.method("fed_sb"), "square", habits=habits, **options)
+    with pytest.raises(RoundError, match="No client sent a gradient"):
+        world.round()

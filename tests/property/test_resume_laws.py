@@ -13,6 +13,7 @@ from fedstrata.core.wire import peek_header
 from fedstrata.message import drawn_tensors
 from fedstrata.optimize import Momentum
 from fedstrata.record.checkpoint import ServerState, save_checkpoint
+from fedstrata.server.evaluate import evaluate_on_clients
 from fedstrata.server.tasks import cohort_of
 
 pytestmark = pytest.mark.engine
@@ -26,7 +27,7 @@ FAILING = {2: "b", 3: "a", 4: "central"}
 
 def small_world(lab: Any, case: Case, **options: Any) -> Any:
     train = {"learning_rate": 0.1, "schedule": "cosine", "batch_size": 4, "local_steps": 2, "local_epochs": None}
-    method = lab.method(case[0])
+    method = lab.method(case[0], **({"window": 2} if case[0] == "fedadapter" else {}))
     if method.aggregator.fixed_coordinates:
         method = method.with_parts(optimizer=Momentum(0.5, 0.5))
     shown = {"sizes": SIZES, "num_blocks": BLOCKS, "rank": 2, "trained_before": False, "num_rounds": 5, "train": train}
@@ -51,7 +52,7 @@ def without_measured(record: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_run_that_was_killed_in_every_round_ends_with_the_same_bits(lab: Any, case: Case, tmp_path: Path) -> None:
     """Four rounds with three of five clients and a failing one. The other run loses the end of every round: clients
-    have trained and kept their state, the server has not; each time everything is read from files again."""
+    have trained, kept their state and evaluated, the server has stored nothing; then all is read from files again."""
     folder = tmp_path / "killed"
     whole, killed = small_world(lab, case), small_world(lab, case, folder=folder)
     failed = 0
@@ -61,6 +62,8 @@ def test_a_run_that_was_killed_in_every_round_ends_with_the_same_bits(lab: Any, 
         lost = killed.reopen(folder)
         fail(lost, server_round)
         lost.round()
+        judged = evaluate_on_clients(lost.setup, lost.state, lost.line, "client_validation", lost.setup.workers.ids)
+        assert len(judged.sums) + len(lost.trainer.habits) >= len(lost.setup.workers.ids)
         killed = killed.reopen(folder)
         fail(killed, server_round)
         again, others = killed.round()

@@ -98,6 +98,29 @@ def test_nothing_is_written_where_nothing_is_new(tmp_path: Path) -> None:
     assert before
 
 
+def test_what_an_evaluation_brings_does_not_stay(tmp_path: Path) -> None:
+    """The round that it judges may be lost: its training is repeated at merge 1, where the machine still stands."""
+    site = SiteBase(tmp_path / "merges")
+    take(site, 0, 1, [1])
+    before = (tmp_path / "merges").read_bytes()
+    judged = site.take("a", 1, 2, [merge(2)], keep=False)
+    assert judged.number == 2
+    assert judged.dense()["q"].tolist() == [[3.0] * 4] * 3
+    assert site.take("b", 0, 2, [merge(1), merge(2)], keep=False) is judged
+    assert (tmp_path / "merges").read_bytes() == before
+    assert take(site, 0, 1, [1]).number == site.log.number == 1
+    assert take(site, 1, 2, [2]).number == SiteBase(tmp_path / "merges").log.number == 2
+
+
+def test_an_evaluation_that_lacks_a_merge_is_refused_too() -> None:
+    site = SiteBase()
+    with pytest.raises(ClientError, match="merge 2"):
+        site.take("a", 0, 2, [merge(1)], keep=False)
+    with pytest.raises(ClientError, match="merge 3 or later"):
+        site.take("a", 3, 3, [], keep=False)
+    assert site.log.number == 0
+
+
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"\x02\0\0\0\0\0\0\0{}"])
 def test_a_damaged_file_is_refused_in_plain_words(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "merges").write_bytes(content)

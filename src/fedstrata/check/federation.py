@@ -92,9 +92,9 @@ class NoiseTrainer:
         rng = generator(self.seed, "score", task.server_round, task.client)
         return Score(8, float(rng.random()), int(rng.integers(9)))
 
-    def take_merges(self, client: str, known: int, number: int, merges: Sequence[Merge]) -> None:
+    def take_merges(self, client: str, known: int, number: int, merges: Sequence[Merge], *, keep: bool) -> None:
         """Keeps them."""
-        self.site.take(client, known, number, merges)
+        self.site.take(client, known, number, merges, keep=keep)
 
     def gradient(self, task: Task, layouts: TaskLayouts, tensors: NamedTensors) -> tuple[NamedTensors, int]:
         """Drawn factors."""

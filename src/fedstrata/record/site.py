@@ -27,15 +27,20 @@ class SiteBase:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self.log = BaseLog() if path is None else _load(path)
+        self._judged = self.log
 
-    def take(self, client: str, known: int, number: int, merges: Sequence[Merge]) -> BaseLog:
+    def take(self, client: str, known: int, number: int, merges: Sequence[Merge], *, keep: bool = True) -> BaseLog:
         """Adds what is new, and returns the log at `number`.
+
+        An evaluation comes before the server has stored the round that it judges, and a kill may lose that round: what
+        it brings must not stay, or this machine would be ahead of the server for ever.
 
         Args:
             client: Whose task it is.
             known: The merge that the server knows this client to stand at.
             number: The merge that the task is for.
             merges: What came with the task.
+            keep: Whether what is new stays, for later tasks.
 
         Raises:
             ClientError: If merges are missing, or the machine is ahead of the task.
@@ -43,11 +48,15 @@ class SiteBase:
         log = self.log
         if log.number < known:
             raise _out_of_step(client, f"merge {known} or later", f"merge {log.number}")
+        if not keep and self._judged.number == number:
+            return self._judged
         for merge in merges:
             log = log.take(merge)
         if log.number != number:
             raise _out_of_step(client, f"merge {number}", f"merge {log.number}")
-        if log is not self.log:
+        if not keep:
+            self._judged = log
+        elif log is not self.log:
             self.log = log
             if self.path is not None:
                 _save(self.path, log)

@@ -103,9 +103,9 @@ class TorchTrainer:
         first = init_lora(self._seed, layout) | self.adapted.base_tensors(layout)
         return {name: first[name] for name in layout.names}
 
-    def take_merges(self, client: str, known: int, number: int, merges: Sequence[Merge]) -> None:
-        """Brings the base model to merge `number`; what came is kept in `site`."""
-        self.stand_at(self.site.take(client, known, number, merges))
+    def take_merges(self, client: str, known: int, number: int, merges: Sequence[Merge], *, keep: bool) -> None:
+        """Brings the base model to merge `number`; `keep`: whether what came is kept in `site`."""
+        self.stand_at(self.site.take(client, known, number, merges, keep=keep))
 
     def stand_at(self, base: BaseLog) -> None:
         """Makes the base model that of a log; the same number means the same bits, whoever's log it is.
