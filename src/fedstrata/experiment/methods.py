@@ -15,7 +15,7 @@ from fedstrata.method import METHODS, Method
 from fedstrata.method.columns import refusal
 from fedstrata.objective.base import OBJECTIVES
 from fedstrata.optimize.base import OPTIMIZERS, check_coordinates
-from fedstrata.plan.base import PLANNERS, Planner
+from fedstrata.plan.base import PLANNERS, ContestPlanner, Planner
 from fedstrata.select.base import SELECTORS
 
 _PARTS: dict[str, tuple[str, Any]] = {
@@ -95,6 +95,11 @@ def _check_parts(method: Method, name: str, spec: ExperimentSpec) -> None:
     if spec.rounds.downlink == "changed" and (pairs.slices == "drawn" or method.scaling == "by_rank"):
         raise ConfigError(
             f'rounds.downlink = "changed", but "{name}" hands out other slices or scalings than a client holds',
+            do='set rounds.downlink = "full"',
+        )
+    if spec.rounds.downlink == "changed" and isinstance(method.planner, ContestPlanner):
+        raise ConfigError(
+            f'rounds.downlink = "changed", but "{name}" trains several models, each with versions of its own',
             do='set rounds.downlink = "full"',
         )
     if method.head is not None and "head" in spec.adapter.model_fields_set and spec.adapter.head != method.head:
