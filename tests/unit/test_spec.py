@@ -149,3 +149,23 @@ def test_the_schema_describes_every_table() -> None:
 def test_a_refused_setting_names_the_column_that_says_no(values: dict[str, Any], column: str) -> None:
     with pytest.raises(ConfigError, match=column):
         load_spec(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method": {"name": "flora"}, "codec": {"uplink": {"id": "error_feedback", "inner": "int8"}}}, "left unsent"),
+        (
+            {
+                "method": {"name": "fedsvd"},
+                "codec": {"uplink": {"id": "zstd", "inner": {"id": "error_feedback", "inner": "int8"}}},
+            },
+            "left unsent|zstd",
+        ),
+        ({"method": {"name": "fedavg"}, "plan": "after_gradient"}, "square"),
+        ({"method": {"name": "fedavg"}, "plan": {"id": "hello", "importance": "updates"}}, "moments"),
+    ],
+)
+def test_parts_that_would_give_wrong_results_together_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_spec(values)

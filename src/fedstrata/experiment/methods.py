@@ -27,6 +27,10 @@ _PARTS: dict[str, tuple[str, Any]] = {
 }
 
 
+_FACTOR_AGAIN = frozenset({"product_mean", "raflora", "svd_mean"})
+"""Aggregators after which entry (i, j) of a factor stands for another direction."""
+
+
 def build_method(spec: ExperimentSpec) -> Method:
     """The method with the file's own parts.
 
@@ -86,6 +90,19 @@ def _check_parts(method: Method, name: str, spec: ExperimentSpec) -> None:
             do='set aggregate = { id = "holders_mean", moments = true }',
         )
     check_coordinates(method.optimizer, aggregator)
+    changes = pairs.redrawn or pairs.slices == "drawn" or aggregator.id in _FACTOR_AGAIN
+    if changes and _has_error_feedback(method.codec):
+        raise ConfigError(
+            f'codec.uplink = "error_feedback", but with "{name}" what is left unsent means something else later',
+            do="use the inner codec alone",
+        )
+    if method.planner.id == "after_gradient" and spec.adapter.kind != "square":
+        raise ConfigError('plan = "after_gradient" is for adapter.kind = "square"', do='use method.name = "fed_sb"')
+    if getattr(method.planner, "importance", "") == "updates" and not getattr(aggregator, "moments", False):
+        raise ConfigError(
+            'importance = "updates" needs the clients\' squared differences',
+            do='set aggregate = { id = "holders_mean", moments = true }',
+        )
     if aggregator.id == "svd_mean" and pairs.trained != (("lora_B",),):
         raise ConfigError('aggregate = "svd_mean" needs clients that train B alone', do='use method.name = "fedsvd"')
     if aggregator.id == "sketch_mean" and pairs.slices != "drawn":
@@ -106,6 +123,11 @@ def _check_parts(method: Method, name: str, spec: ExperimentSpec) -> None:
         raise ConfigError(
             f'adapter.head = "{spec.adapter.head}", but "{name}" fixes it', expected=f'adapter.head = "{method.head}"'
         )
+
+
+def _has_error_feedback(codec: Any) -> bool:
+    """Whether a codec, or one inside it, remembers what was left unsent."""
+    return codec.id == "error_feedback" or (hasattr(codec, "inner") and _has_error_feedback(codec.inner))
 
 
 def _refuse_fixed(method: Method, name: str, table: str, part: Any = None) -> None:

@@ -24,6 +24,8 @@ from fedstrata.server.setup import Engine, RoundSetup
 from fedstrata.server.tasks import cohort_of, make_task, plan_context
 
 CLIENT_SOURCE = "client_heldout"
+_MAX_SUM = 1e30
+"""Larger sums of squared gradients make no sense, and could overflow when they are added."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +144,12 @@ def _read(data: Bytes, client: str, server_round: int, *, blocks: set[Any]) -> d
     where = f"probe of client {client} in round {server_round}"
     reply = reply_header(unpack_frame(data, REPLY, where=where), where=where)
     asked = {f"{FISHER}{b}": str(b) for b in sorted(blocks)}
-    fits = set(reply.numbers) == set(asked) and all(x >= 0 for x in reply.numbers.values())
+    fits = set(reply.numbers) == set(asked) and all(0 <= x <= _MAX_SUM for x in reply.numbers.values())
     if (reply.client, reply.server_round) != (client, server_round) or reply.num_examples < 1 or not fits:
         raise PayloadError(
             "The answer is not what was asked for",
             where=where,
-            expected=f"client {client}, a sum of 0 or more for each of {len(blocks)} blocks, and at least one example",
+            expected=f"client {client}, a sum of 0 to {_MAX_SUM:g} for {len(blocks)} blocks, and at least one example",
             got=f"{reply}"[:200],
         )
     return {"sums": {b: reply.numbers[name] for name, b in asked.items()}, "count": reply.num_examples}
