@@ -110,8 +110,10 @@ class Nf4(Codec):
             if num % 2 and packed[-1] > 15:
                 raise PayloadError("The spare bits of an nf4 tensor are not 0", where=f"tensor {spec.name}")
             out = np.empty(2 * pairs, np.float32)
-            np.take(_pair_table(), packed, out=out.view(np.uint64), mode="clip")
-            for first, last, block in spans(num, self.block):
+            pair_values = out.view(np.uint64)
+            for first, last, block in spans(num, self.block):  # level and scale while the chunk is in the cache
+                pair = slice(first // 2, (last + 1) // 2)
+                np.take(_pair_table(), packed[pair], out=pair_values[pair], mode="clip")
                 apply_scales(out[first:last], self.block, scales[first_block + block :])
             tensors[spec.name] = out[:num].reshape(spec.shape)
             start += pairs

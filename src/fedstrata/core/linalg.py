@@ -1,7 +1,7 @@
 """Linear algebra on matrices that are kept as thin products, in float64 and on one thread.
 
-A server's matrix is `left @ right` with `left` [out, R] and `right` [R, in]; nothing here ever forms [out, in]
-except `LowRank.dense`, which says so.
+A server's matrix is `left @ right` with `left` [out, R] and `right` [R, in]. [out, in] is formed by `LowRank.dense`
+only, and where so many clients are stacked that it is the smaller of the two: R ≥ min(out, in) (`_core`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
+
+from fedstrata.core.leading import SMALLEST, leading_triplets, range_basis
 
 _NOISE = 16 * float(np.finfo(np.float64).eps)
 
@@ -66,20 +68,23 @@ class TruncatedSvd:
         u: Left vectors, shape [out, r]; the entry of largest magnitude of each is positive.
         s: Singular values, descending, shape [r].
         vt: Right vectors, shape [r, in].
-        spectrum: All singular values that the matrix can have, shape [min(R, out, in)].
+        spectrum: All singular values that are known, descending: all that the matrix can have, min(R, out, in), or
+            those of `s` where a big matrix was not decomposed as a whole.
+        rest: ‖M‖_F² without the squares of `spectrum`; 0.0 where that is all of them.
     """
 
     u: np.ndarray
     s: np.ndarray
     vt: np.ndarray
     spectrum: np.ndarray
+    rest: float = 0.0
 
     @property
     def tail_ratio(self) -> float:
         """Share of ‖M‖_F² that the truncation leaves out; 0 for M = 0."""
         energy = self.spectrum**2
-        total = float(energy.sum())
-        return float(energy[len(self.s) :].sum()) / total if total > 0 else 0.0
+        total = float(energy.sum()) + self.rest
+        return (float(energy[len(self.s) :].sum()) + self.rest) / total if total > 0 else 0.0
 
 
 def combination_norms(left: np.ndarray, right: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
@@ -113,14 +118,32 @@ def truncated_svd(matrix: LowRank, rank: int) -> TruncatedSvd:
     """The `rank` largest singular triplets of `matrix`, or all that it can have if those are fewer.
 
     Thin QRs left = Q₁R₁, rightᵀ = Q₂R₂ reduce the work to the SVD of the small R₁R₂ᵀ = U'SV'ᵀ:
-    U = Q₁U', Vᵀ = V'ᵀQ₂ᵀ.
+    U = Q₁U', Vᵀ = V'ᵀQ₂ᵀ. Where R₁R₂ᵀ is big itself and its leading triplets stand out, only those are computed.
     """
     with single_thread():
-        q1, r1 = np.linalg.qr(matrix.left)
-        q2, r2 = np.linalg.qr(matrix.right.T)
-        u, spectrum, vt = np.linalg.svd(r1 @ r2.T, full_matrices=False)
-        u, vt = fix_signs(q1 @ u[:, :rank], vt[:rank] @ q2.T)
-    return TruncatedSvd(u, spectrum[:rank], vt, spectrum)
+        q1, core, q2 = _core(matrix)
+        found = leading_triplets(core, rank)
+        if found is None:
+            u, spectrum, vt = np.linalg.svd(core, full_matrices=False)
+            rest = 0.0
+        else:
+            u, spectrum, vt = found
+            rest = max(0.0, float(np.sum(np.square(core))) - float(np.sum(spectrum**2)))
+        u, vt = u[:, :rank], vt[:rank]
+        u, vt = fix_signs(u if q1 is None else q1 @ u, vt if q2 is None else vt @ q2.T)
+    return TruncatedSvd(u, spectrum[:rank], vt, spectrum, rest)
+
+
+def _core(matrix: LowRank) -> tuple[np.ndarray | None, np.ndarray, np.ndarray | None]:
+    """Q₁, C, Q₂ with M = Q₁·C·Q₂ᵀ and C as small as it can be; None stands for the identity.
+
+    Where the stack has at least as many directions as the map, M itself is smaller than its factors and is C.
+    """
+    if matrix.rank >= max(SMALLEST, min(matrix.left.shape[0], matrix.right.shape[1])):
+        return None, matrix.left @ matrix.right, None
+    q1, r1 = np.linalg.qr(matrix.left)
+    q2, r2 = np.linalg.qr(matrix.right.T)
+    return q1, r1 @ r2.T, q2
 
 
 def fix_signs(u: np.ndarray, vt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -140,12 +163,21 @@ def recompress(matrix: LowRank) -> LowRank:
     """The same matrix with as few directions as it needs, at most min(out, in): M = (U·S) · Vᵀ.
 
     Lossless up to rounding: only directions with σ ≤ max(out, in)·ε·σ_1, which is noise, are dropped. A zero
-    matrix keeps one direction of zeros.
+    matrix keeps one direction of zeros. A big matrix that has far more than a quarter of all directions is not
+    decomposed, for there is nothing to win: its factors are then M and the identity.
     """
-    svd = truncated_svd(matrix, min(matrix.left.shape[0], matrix.right.shape[1]))
-    noise = max(matrix.left.shape[0], matrix.right.shape[1]) * float(np.finfo(np.float64).eps)
-    keep = max(1, int(np.count_nonzero(svd.s > noise * svd.s[0])))
-    return LowRank(svd.u[:, :keep] * svd.s[:keep], svd.vt[:keep])
+    num_out, num_in = matrix.left.shape[0], matrix.right.shape[1]
+    with single_thread():
+        q1, core, q2 = _core(matrix)
+        if q1 is None:
+            basis = range_basis(core)
+            if basis is None:
+                return LowRank(core, np.eye(num_in)) if num_in <= num_out else LowRank(np.eye(num_out), core)
+            q1, core = basis, basis.T @ core
+        u, s, vt = np.linalg.svd(core, full_matrices=False)
+        keep = max(1, int(np.count_nonzero(s > max(num_out, num_in) * float(np.finfo(np.float64).eps) * s[0])))
+        u, vt = fix_signs(q1 @ u[:, :keep], vt[:keep] if q2 is None else vt[:keep] @ q2.T)
+    return LowRank(u * s[:keep], vt)
 
 
 def orthonormal_completion(rows: np.ndarray, candidates: np.ndarray) -> np.ndarray:
