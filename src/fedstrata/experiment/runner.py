@@ -15,6 +15,7 @@ from fedstrata.experiment.build import Built, build
 from fedstrata.experiment.finish import finish
 from fedstrata.experiment.interrupt import Interrupts
 from fedstrata.experiment.load import resolved
+from fedstrata.experiment.methods import build_method
 from fedstrata.experiment.provenance import provenance
 from fedstrata.experiment.scoring import is_better, stop_reason, validate
 from fedstrata.experiment.spec import ExperimentSpec
@@ -66,7 +67,13 @@ def run_experiment(spec: ExperimentSpec, base_dir: Path, options: RunOptions, wa
     try:
         admission = None
         if folder.exists and not options.fresh:
-            admission = admit(folder, values, extend=options.extend, other_environment=options.other_environment)
+            admission = admit(
+                folder,
+                values,
+                build_method(spec).planner,
+                extend=options.extend,
+                other_environment=options.other_environment,
+            )
             if admission.is_done:
                 watch.already_finished(folder.path)
                 return folder
@@ -93,7 +100,7 @@ def _train(
     began = time.perf_counter()
     with Interrupts(watch) as interrupts:
         built = build(spec, base_dir, watch)
-        known = resume_hash(values)
+        known = resume_hash(values, _decided_by_rounds(built))
         if admission is not None:
             check_world(folder, admission.before, built.info)
             state = folder.load(known) or built.initial
@@ -139,6 +146,11 @@ def _note_end(folder: RunFolder, status: str, **measured: Any) -> None:
         folder.set_status(status, **measured)
 
 
+def _decided_by_rounds(built: Built) -> dict[str, Any]:
+    """What the planner makes of the planned number of rounds."""
+    return built.setup.method.planner.decided_by_rounds(built.setup.num_rounds)
+
+
 def _run_record(spec: ExperimentSpec, values: dict[str, Any], built: Built, base_dir: Path) -> dict[str, Any]:
     """`run.json` at the start."""
     return {
@@ -151,6 +163,7 @@ def _run_record(spec: ExperimentSpec, values: dict[str, Any], built: Built, base
         "spec_hash": spec_hash(values),
         "spec": values,
         "parts": built.setup.method.to_config(),
+        "decided_by_rounds": _decided_by_rounds(built),
         **built.info,
         "measured": provenance(base_dir),
     }

@@ -44,11 +44,16 @@ class Windows(ContestPlanner):
     """
 
     id: ClassVar[str] = "windows"
+    to_extend: ClassVar[str] = "a run whose rounds.count is a multiple of `window` can be extended to another multiple"
     window: int = 5
     start_depth: int = 1
     start_width: int = 8
     step: int = 8
     max_width: int = 64
+
+    def decided_by_rounds(self, num_rounds: int) -> dict[str, Any]:
+        """The round that cuts the last window short; empty where every window is whole."""
+        return {"last window ends in round": num_rounds} if num_rounds % max(self.window, 1) else {}
 
     def init(self, shape: ModelShape, fleet: Fleet) -> dict[str, Any]:
         """Depth and width of the first window.
