@@ -68,7 +68,15 @@ def _client_row(setup: RoundSetup, state: ServerState, plan: ClientPlan) -> dict
     up = PRELUDE_BYTES + len(canonical_json(header_of(reply))) + sum(setup.method.codec.max_bytes(layouts.up))
     tokens = int(task.train["batch_size"]) * setup.max_length
     time = predict_client_seconds(
-        member.device, setup.shape, plan.ranks, tokens, steps, down, up, adapter=setup.adapter
+        member.device,
+        setup.shape,
+        plan.ranks,
+        tokens,
+        steps,
+        down,
+        up,
+        adapter=setup.adapter,
+        skips_blocks=setup.method.skips_blocks,
     )
     return {
         "client": plan.client,

@@ -76,6 +76,7 @@ def plan_cost(setup: RoundSetup) -> PlanCost:
         adapter=setup.adapter,
         up_bytes_per_value=per_value[0],
         down_bytes_per_value=per_value[1],
+        skips_blocks=setup.method.skips_blocks,
     )
 
 
