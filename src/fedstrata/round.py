@@ -86,6 +86,7 @@ def run_round(
             do="mend the clients, or lower rounds.min_replies; the rounds before this one are kept",
         )
     applied = {group: lane.finish(server_round) for group, lane in lanes.items()}
+    state = replace(state, accepted=dict(state.accepted) | {t.plan.client: server_round for t in good})
     outcome = decide(setup, state, applied, dict(planner_state), engine, server_round)
     record = round_record(plan, client_records, outcome.record, asked.record)
     new_state = replace(
@@ -100,7 +101,6 @@ def run_round(
         merged=_merged(state, traffic),
         moments=outcome.applied.optimizer.moments,
         optimizer_steps=outcome.applied.optimizer.steps,
-        accepted=dict(state.accepted) | {t.plan.client: server_round for t in good},
         acknowledged=_acknowledge(setup, state, traffic),
         totals=add_totals(state.totals, record),
     )
