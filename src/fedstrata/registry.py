@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
-from fedstrata.discovery import PlugIn, place_of, plug_ins
+from fedstrata.discovery import PlugIn, foreign_code, in_words, is_own, no_reference, place_of, plug_ins
 from fedstrata.errors import ConfigError, did_you_mean
 
 
@@ -106,7 +106,11 @@ class Registry(Generic[T]):
         values, problems = check_options(part, options, given=nested)
         if problems:
             raise ConfigError(f'{self.choice} "{part_id}" has wrong options', problems=problems, where=where)
-        return part(**values, **nested)
+        if is_own(part):
+            return part(**values, **nested)
+        what = f'{self.choice} "{part_id}" cannot be made'
+        with foreign_code(what, where=place_of(part), do="mend it, or give it other options"):
+            return part(**values, **nested)
 
     def _installed(self, part_id: str) -> PlugIn | None:
         found = [p for p in plug_ins(self.group) if p.name == part_id]
@@ -131,6 +135,9 @@ class Registry(Generic[T]):
         return typing.cast("type[T]", self.register(part))
 
     def _unknown(self, part_id: str) -> ConfigError:
+        wrong = no_reference(part_id)
+        if wrong is not None:
+            return wrong
         if ".py:" in part_id:
             return ConfigError(
                 f'The {self.choice} "{part_id}" has not been loaded',
@@ -245,14 +252,37 @@ class _Argument:
 @cache
 def _arguments(make: Callable[..., Any]) -> dict[str, _Argument]:
     """The arguments of a dataclass or function; nested parts take anything, they are built on their own."""
-    hints = typing.get_type_hints(make)
+    try:
+        hints = typing.get_type_hints(make)
+    except Exception as error:  # an annotation is code
+        raise ConfigError(
+            "The types of these options cannot be read",
+            where=place_of(make),
+            got=in_words(error),
+            do="annotate every option with a type that its file imports",
+        ) from error
     nested = {f.name for f in dataclasses.fields(make) if f.metadata.get("part")} if isinstance(make, type) else set()
     return {
         name: _Argument(
-            TypeAdapter(Any if name in nested else hints.get(name, Any)), parameter.default is inspect.Parameter.empty
+            _adapter(make, name, Any if name in nested else hints.get(name, Any)),
+            parameter.default is inspect.Parameter.empty,
         )
         for name, parameter in inspect.signature(make).parameters.items()
+        if parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     }
+
+
+def _adapter(make: Callable[..., Any], name: str, hint: Any) -> TypeAdapter[Any]:
+    """Converts what a file says to the type of an option."""
+    try:
+        return TypeAdapter(hint)
+    except PydanticUserError as error:
+        raise ConfigError(
+            f'The option "{name}" has a type that no experiment file can hold',
+            where=place_of(make),
+            expected="numbers, texts, true or false, lists and tables of them",
+            got=f"{hint!r}"[:200],
+        ) from error
 
 
 def to_config(part: Any) -> dict[str, Any]:

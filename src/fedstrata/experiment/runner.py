@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedstrata.discovery import foreign_errors, in_words
 from fedstrata.engine.local import LocalEngine
 from fedstrata.errors import FedstrataError
 from fedstrata.experiment.admission import Admission, admit, check_world
@@ -77,7 +78,8 @@ def run_experiment(spec: ExperimentSpec, base_dir: Path, options: RunOptions, wa
             if admission.is_done:
                 watch.already_finished(folder.path)
                 return folder
-        _train(folder, spec, values, base_dir, options, watch, admission)
+        with foreign_errors():
+            _train(folder, spec, values, base_dir, options, watch, admission)
     finally:
         folder.unlock()
     return folder
@@ -134,8 +136,9 @@ def _train(
         except KeyboardInterrupt:
             _note_end(folder, "cancelled")
             raise
-        except Exception as error:
-            _note_end(folder, "failed", error=str(error)[:2000])
+        except (Exception, SystemExit) as error:  # a part from outside may ask Python to end
+            text = str(error) if isinstance(error, FedstrataError) else in_words(error)
+            _note_end(folder, "failed", error=text[:2000])
             raise
         watch.finished(folder.path)
 
