@@ -9,7 +9,7 @@ import hashlib
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -113,11 +113,16 @@ def foreign_code(what: str, *, where: str, do: str) -> Iterator[None]:
 
 
 @contextmanager
-def foreign_errors() -> Iterator[None]:
-    """Around our code that calls code of somebody else: an error that began there is told as one; others pass.
+def foreign_errors(outside: Collection[str] = ()) -> Iterator[None]:
+    """Around our code that calls code of somebody else: an error that began there is told as one.
+
+    Args:
+        outside: Which methods and parts from outside are at work; an unexpected error of ours is then most likely due
+            to what one of them handed back.
 
     Raises:
-        ConfigError: With file and line, where an error began in an experiment's file or an installed plug-in.
+        ConfigError: With file and line, where an error began in an experiment's file or an installed plug-in, or
+            with all of `outside`, if there is any; without them, errors of ours pass.
     """
     try:
         yield
@@ -125,8 +130,15 @@ def foreign_errors() -> Iterator[None]:
         raise
     except BaseException as error:
         where = failing_line(error)
-        if where is None:
+        if where is None and (not outside or not isinstance(error, Exception)):
             raise
+        if where is None:
+            raise ConfigError(
+                "Something failed that a method or a part from outside takes part in",
+                where=", ".join(outside),
+                got=in_words(error),
+                do="`fedstrata check-part` tells what it hands back that is wrong; if it finds nothing, report a bug",
+            ) from error
         raise ConfigError(
             "A method or a part from outside raised an error",
             where=where,

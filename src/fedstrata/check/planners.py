@@ -151,6 +151,7 @@ def _json(subject: PlannerSubject, trial: Trial) -> None:
     record = _record(plan)
     later = subject.planner.observe(copy.deepcopy(state), record)
     bare = subject.planner.observe(copy.deepcopy(state), {"server_round": world.context.server_round})
+    trial.demand(isinstance(world.state, dict), f"init() gives {world.state!r:.200}, and not a dict")
     for what, value in (
         ("the state of init()", world.state),
         ("why", dict(plan.why)),

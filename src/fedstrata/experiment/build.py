@@ -25,6 +25,7 @@ from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.experiment.watch import Watch
 from fedstrata.method import METHODS, Method
 from fedstrata.plan.base import ContestPlanner
+from fedstrata.plan.checks import check_state
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.client_state import ClientState
 from fedstrata.record.clients import FolderStates
@@ -136,8 +137,8 @@ def build(spec: ExperimentSpec, base_dir: Path, watch: Watch) -> Built:
     initial = ServerState(
         tensors=first_tensors(trainer, setup),
         versions={str(s): 0 for s in setup.layout.strata},
-        planner=method.planner.init(setup.shape, setup.workers),
-        selector=method.selector.init(),
+        planner=check_state(method.planner, method.planner.init(setup.shape, setup.workers), "init"),
+        selector=check_state(method.selector, method.selector.init(), "init"),
     )
     plan_round(setup, initial)  # a plan that cannot be carried out is refused before anything is written
     personal = setup.is_personal

@@ -12,6 +12,8 @@ from fedstrata.device.cost import predict_client_seconds
 from fedstrata.discovery import foreign_errors
 from fedstrata.errors import ConfigError
 from fedstrata.experiment.build import Built, build
+from fedstrata.experiment.methods import build_method
+from fedstrata.experiment.plugins import outside_places
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.experiment.watch import Watch
 from fedstrata.message import Reply, header_of, rank_keys
@@ -32,7 +34,7 @@ def plan_table(spec: ExperimentSpec, base_dir: Path, server_round: int, watch: W
     """
     if server_round > spec.rounds.count:
         raise ConfigError(f"There is no round {server_round}", expected=f"1 to {spec.rounds.count}")
-    with foreign_errors():
+    with foreign_errors(outside_places(build_method(spec), spec)):
         return _table(build(spec, base_dir, watch), spec, server_round)
 
 

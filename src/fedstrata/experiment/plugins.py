@@ -23,7 +23,7 @@ from fedstrata.aggregate.base import AGGREGATORS, Aggregator
 from fedstrata.codec.base import CODECS, Codec
 from fedstrata.data.partition import PARTITIONS
 from fedstrata.data.sources import SOURCES
-from fedstrata.discovery import REFERENCE, FileOrigin, in_words, note_file, origin_record, place_of
+from fedstrata.discovery import REFERENCE, FileOrigin, in_words, is_own, note_file, origin_record, place_of
 from fedstrata.errors import ConfigError, FedstrataError, did_you_mean
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.method import METHODS, Method, MethodEntry
@@ -206,13 +206,22 @@ def plugin_record(
         the file's SHA-256, or the package, its version and the module's SHA-256. A part inside another one stands
         under `codec.inner`.
     """
+    records = {key: origin_record(thing) for key, thing in _things(method, name, spec).items()}
+    return {key: record for key, record in records.items() if record is not None}
+
+
+def outside_places(method: Method, spec: ExperimentSpec) -> tuple[str, ...]:
+    """Where everything comes from that is not Fedstrata's own, in words."""
+    things = _things(method, spec.method.name, spec).values()
+    return tuple(dict.fromkeys(place_of(thing) for thing in things if not is_own(thing)))
+
+
+def _things(method: Method, name: str | None, spec: ExperimentSpec | None) -> dict[str, Any]:
+    """The classes and functions at work, by what they do."""
     things = {"method": METHODS.find(name).make} if name is not None else {}
     for kind in KINDS.values():
         things |= _part_classes(kind.table, getattr(method, kind.field))
-    if spec is not None:
-        things |= _functions(spec)
-    records = {key: origin_record(thing) for key, thing in things.items()}
-    return {key: record for key, record in records.items() if record is not None}
+    return things if spec is None else things | _functions(spec)
 
 
 def check_registered(method: Method) -> None:

@@ -17,6 +17,7 @@ from fedstrata.experiment.finish import finish
 from fedstrata.experiment.interrupt import Interrupts
 from fedstrata.experiment.load import resolved
 from fedstrata.experiment.methods import build_method
+from fedstrata.experiment.plugins import outside_places
 from fedstrata.experiment.provenance import provenance
 from fedstrata.experiment.scoring import is_better, stop_reason, validate
 from fedstrata.experiment.spec import ExperimentSpec
@@ -62,7 +63,7 @@ def run_experiment(spec: ExperimentSpec, base_dir: Path, options: RunOptions, wa
     Raises:
         FedstrataError: If anything a user can mend is wrong. What was finished before is kept.
     """
-    values = resolved(spec)
+    values, method = resolved(spec), build_method(spec)
     folder = RunFolder(options.out or default_folder(spec))
     folder.lock()
     try:
@@ -71,14 +72,14 @@ def run_experiment(spec: ExperimentSpec, base_dir: Path, options: RunOptions, wa
             admission = admit(
                 folder,
                 values,
-                build_method(spec).planner,
+                method.planner,
                 extend=options.extend,
                 other_environment=options.other_environment,
             )
             if admission.is_done:
                 watch.already_finished(folder.path)
                 return folder
-        with foreign_errors():
+        with foreign_errors(outside_places(method, spec)):
             _train(folder, spec, values, base_dir, options, watch, admission)
     finally:
         folder.unlock()
