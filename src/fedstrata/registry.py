@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from pydantic import PydanticUserError, TypeAdapter, ValidationError
-
-from fedstrata.discovery import PlugIn, foreign_code, in_words, is_own, no_reference, place_of, plug_ins
+from fedstrata.discovery import PlugIn, foreign_code, is_own, no_reference, place_of, plug_ins
 from fedstrata.errors import ConfigError, did_you_mean
+from fedstrata.options import check_options
 
 
 class Part(Protocol):
@@ -211,78 +208,6 @@ def check_part_class(part: Any, choice: str, where: str) -> None:
 
 def _clash(what: str, first: str, second: str) -> ConfigError:
     return ConfigError(what, got=f"{first} and {second}", do="give one of them another name")
-
-
-def check_options(
-    make: Callable[..., Any], options: Mapping[str, Any], *, given: Collection[str] = ()
-) -> tuple[dict[str, Any], list[str]]:
-    """Compares options with the arguments of the callable that takes them.
-
-    Args:
-        make: A dataclass or a function with annotated arguments.
-        options: What the user wrote.
-        given: Arguments that are already there.
-
-    Returns:
-        The converted values, and one message per mistake.
-    """
-    known = _arguments(make)
-    values: dict[str, Any] = {}
-    problems: list[str] = []
-    for name, value in options.items():
-        if name not in known:
-            problems.append(f'unknown option "{name}": {did_you_mean(name, known)}')
-            continue
-        try:
-            values[name] = known[name].adapter.validate_python(value)
-        except ValidationError as error:
-            problems.append(f"{name} = {value!r}: {error.errors()[0]['msg']}")
-    for name, argument in known.items():
-        if argument.needed and name not in options and name not in given:
-            problems.append(f'option "{name}" is needed')
-    return values, problems
-
-
-@dataclasses.dataclass(frozen=True)
-class _Argument:
-    adapter: TypeAdapter[Any]
-    needed: bool
-
-
-@cache
-def _arguments(make: Callable[..., Any]) -> dict[str, _Argument]:
-    """The arguments of a dataclass or function; nested parts take anything, they are built on their own."""
-    try:
-        hints = typing.get_type_hints(make)
-    except Exception as error:  # an annotation is code
-        raise ConfigError(
-            "The types of these options cannot be read",
-            where=place_of(make),
-            got=in_words(error),
-            do="annotate every option with a type that its file imports",
-        ) from error
-    nested = {f.name for f in dataclasses.fields(make) if f.metadata.get("part")} if isinstance(make, type) else set()
-    return {
-        name: _Argument(
-            _adapter(make, name, Any if name in nested else hints.get(name, Any)),
-            parameter.default is inspect.Parameter.empty,
-        )
-        for name, parameter in inspect.signature(make).parameters.items()
-        if parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    }
-
-
-def _adapter(make: Callable[..., Any], name: str, hint: Any) -> TypeAdapter[Any]:
-    """Converts what a file says to the type of an option."""
-    try:
-        return TypeAdapter(hint)
-    except PydanticUserError as error:
-        raise ConfigError(
-            f'The option "{name}" has a type that no experiment file can hold',
-            where=place_of(make),
-            expected="numbers, texts, true or false, lists and tables of them",
-            got=f"{hint!r}"[:200],
-        ) from error
 
 
 def to_config(part: Any) -> dict[str, Any]:

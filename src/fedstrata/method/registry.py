@@ -12,7 +12,7 @@ from fedstrata.discovery import PlugIn, foreign_code, is_own, no_reference, plac
 from fedstrata.errors import ConfigError, FedstrataError, did_you_mean
 from fedstrata.method.base import Method
 from fedstrata.method.citation import Citation
-from fedstrata.registry import check_options
+from fedstrata.options import check_options
 
 GROUP = "fedstrata.methods"
 _SAME_ON_ALL = frozenset({"all", "last_k", "first_k", "exclusive"})
