@@ -6,16 +6,23 @@ Entry points are read once per process and imported only when a name is looked u
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
+import traceback
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fedstrata.errors import ConfigError
+from fedstrata.errors import ConfigError, FedstrataError
 
 OWN_PACKAGE = "fedstrata"
+REFERENCE = re.compile(r"(?P<path>.+\.py):(?P<name>[^\W\d]\w*)")
+"""How an experiment names something in a file: `./my_method.py:mymethod`."""
+_MOST_WORDS = 500
 
 
 @dataclass(frozen=True)
@@ -47,15 +54,9 @@ class PlugIn:
         Raises:
             ConfigError: If the import fails for any reason; names package, module and error.
         """
-        try:
+        what, where = f'The plug-in "{self.name}" cannot be loaded', f"{self.place}, entry point of {self.group}"
+        with foreign_code(what, where=where, do=f"mend it, or run `pip uninstall {self.distribution}`"):
             return metadata.EntryPoint(self.name, self.target, self.group).load()
-        except Exception as error:  # a package of somebody else may raise anything
-            raise ConfigError(
-                f'The plug-in "{self.name}" cannot be loaded',
-                where=f"{self.place}, entry point of {self.group}",
-                got=f"{type(error).__name__}: {error}",
-                do=f"mend it, or run `pip uninstall {self.distribution}`",
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,87 @@ def plug_ins(group: str) -> tuple[PlugIn, ...]:
 def look_again() -> None:
     """Forgets what was read, for packages that were installed since."""
     plug_ins.cache_clear()
+
+
+@contextmanager
+def foreign_code(what: str, *, where: str, do: str) -> Iterator[None]:
+    """Around code of somebody else, which may raise anything and even ask Python to end.
+
+    Args:
+        what: What went wrong if it does.
+        where: Where it comes from; an error's own line is added.
+        do: What to do then.
+
+    Raises:
+        ConfigError: Instead of anything but Fedstrata's own errors and Ctrl-C.
+    """
+    try:
+        yield
+    except (FedstrataError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        line = failing_line(error)
+        raise ConfigError(what, where=f"{where}; {line}" if line else where, got=in_words(error), do=do) from error
+
+
+@contextmanager
+def foreign_errors(outside: Collection[str] = ()) -> Iterator[None]:
+    """Around our code that calls code of somebody else: an error that began there is told as one.
+
+    Args:
+        outside: Which methods and parts from outside are at work; an unexpected error of ours is then most likely due
+            to what one of them handed back.
+
+    Raises:
+        ConfigError: With file and line, where an error began in an experiment's file or an installed plug-in, or
+            with all of `outside`, if there is any; without them, errors of ours pass.
+    """
+    try:
+        yield
+    except (FedstrataError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        where = failing_line(error)
+        if where is None and (not outside or not isinstance(error, Exception)):
+            raise
+        if where is None:
+            raise ConfigError(
+                "Something failed that a method or a part from outside takes part in",
+                where=", ".join(outside),
+                got=in_words(error),
+                do="`fedstrata check-part` tells what it hands back that is wrong; if it finds nothing, report a bug",
+            ) from error
+        raise ConfigError(
+            "A method or a part from outside raised an error",
+            where=where,
+            got=in_words(error),
+            do="mend it; `fedstrata check-part` tries a method or a part in many small worlds",
+        ) from error
+
+
+def failing_line(error: BaseException) -> str | None:
+    """File and line of the innermost call that stands in an experiment's file or an installed plug-in, if any does."""
+    files = {str(origin.path) for origin in _FILES.values()}
+    groups = [g for g in metadata.entry_points().groups if g.startswith(f"{OWN_PACKAGE}.")]
+    packages = {p.target.partition(":")[0].partition(".")[0] for g in groups for p in plug_ins(g)} - {OWN_PACKAGE}
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+        if file in files or module.partition(".")[0] in packages:
+            return f"{file}, line {line}"
+    return None
+
+
+def in_words(error: BaseException) -> str:
+    """Name and text of an error, short and printable."""
+    text = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+    return text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]}…"
+
+
+def no_reference(text: str) -> ConfigError | None:
+    """The error for a name that looks like a file but is no reference to something in it; None for others."""
+    if ".py" not in text or REFERENCE.fullmatch(text):
+        return None
+    return ConfigError("This is no file reference", expected="FILE.py:NAME, e.g. ./my_method.py:mymethod", got=text)
 
 
 def note_file(module: str, origin: FileOrigin | None) -> None:

@@ -241,6 +241,23 @@ def pack_reply(reply: Reply, codec: Codec | None, payload: Payload) -> Bytes:
     return pack_frame(REPLY, wire_id(codec) if codec else "", header_of(reply), payload)
 
 
+def check_count(got: int, expected: int | None, where: str) -> None:
+    """Refuses a reply that speaks of another number of examples than its client has.
+
+    Args:
+        got: What the reply says.
+        expected: What is known of the client; None accepts anything.
+        where: For the message.
+
+    Raises:
+        PayloadError: If they differ.
+    """
+    if expected is not None and got != expected:
+        raise PayloadError(
+            "The reply names another number of examples", where=where, expected=str(expected), got=str(got)
+        )
+
+
 def unpack_reply(
     data: Bytes,
     task: Task,
@@ -274,10 +291,10 @@ def unpack_reply(
         ("client", task.client, reply.client),
         ("round", task.server_round, reply.server_round),
         ("codec", wire_id(codec), frame.codec_id),
-        ("number of examples", num_examples if num_examples is not None else reply.num_examples, reply.num_examples),
     ):
         if expected != got:
             raise PayloadError(f"The reply names another {name}", where=where, expected=str(expected), got=str(got))
+    check_count(reply.num_examples, num_examples, where)
     if reply.num_examples < 1:
         raise _senseless(reply, where)
     not_planned = [s for s in reply.trained if s not in task.ranks]

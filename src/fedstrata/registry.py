@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
-
-from fedstrata.discovery import PlugIn, place_of, plug_ins
+from fedstrata.discovery import PlugIn, foreign_code, is_own, no_reference, place_of, plug_ins
 from fedstrata.errors import ConfigError, did_you_mean
+from fedstrata.options import check_options
 
 
 class Part(Protocol):
@@ -106,7 +103,11 @@ class Registry(Generic[T]):
         values, problems = check_options(part, options, given=nested)
         if problems:
             raise ConfigError(f'{self.choice} "{part_id}" has wrong options', problems=problems, where=where)
-        return part(**values, **nested)
+        if is_own(part):
+            return part(**values, **nested)
+        what = f'{self.choice} "{part_id}" cannot be made'
+        with foreign_code(what, where=place_of(part), do="mend it, or give it other options"):
+            return part(**values, **nested)
 
     def _installed(self, part_id: str) -> PlugIn | None:
         found = [p for p in plug_ins(self.group) if p.name == part_id]
@@ -131,6 +132,9 @@ class Registry(Generic[T]):
         return typing.cast("type[T]", self.register(part))
 
     def _unknown(self, part_id: str) -> ConfigError:
+        wrong = no_reference(part_id)
+        if wrong is not None:
+            return wrong
         if ".py:" in part_id:
             return ConfigError(
                 f'The {self.choice} "{part_id}" has not been loaded',
@@ -204,55 +208,6 @@ def check_part_class(part: Any, choice: str, where: str) -> None:
 
 def _clash(what: str, first: str, second: str) -> ConfigError:
     return ConfigError(what, got=f"{first} and {second}", do="give one of them another name")
-
-
-def check_options(
-    make: Callable[..., Any], options: Mapping[str, Any], *, given: Collection[str] = ()
-) -> tuple[dict[str, Any], list[str]]:
-    """Compares options with the arguments of the callable that takes them.
-
-    Args:
-        make: A dataclass or a function with annotated arguments.
-        options: What the user wrote.
-        given: Arguments that are already there.
-
-    Returns:
-        The converted values, and one message per mistake.
-    """
-    known = _arguments(make)
-    values: dict[str, Any] = {}
-    problems: list[str] = []
-    for name, value in options.items():
-        if name not in known:
-            problems.append(f'unknown option "{name}": {did_you_mean(name, known)}')
-            continue
-        try:
-            values[name] = known[name].adapter.validate_python(value)
-        except ValidationError as error:
-            problems.append(f"{name} = {value!r}: {error.errors()[0]['msg']}")
-    for name, argument in known.items():
-        if argument.needed and name not in options and name not in given:
-            problems.append(f'option "{name}" is needed')
-    return values, problems
-
-
-@dataclasses.dataclass(frozen=True)
-class _Argument:
-    adapter: TypeAdapter[Any]
-    needed: bool
-
-
-@cache
-def _arguments(make: Callable[..., Any]) -> dict[str, _Argument]:
-    """The arguments of a dataclass or function; nested parts take anything, they are built on their own."""
-    hints = typing.get_type_hints(make)
-    nested = {f.name for f in dataclasses.fields(make) if f.metadata.get("part")} if isinstance(make, type) else set()
-    return {
-        name: _Argument(
-            TypeAdapter(Any if name in nested else hints.get(name, Any)), parameter.default is inspect.Parameter.empty
-        )
-        for name, parameter in inspect.signature(make).parameters.items()
-    }
 
 
 def to_config(part: Any) -> dict[str, Any]:

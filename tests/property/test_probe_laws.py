@@ -143,6 +143,9 @@ GOOD = {"client": "b", "server_round": 3, "num_examples": 8, "numbers": {f"fishe
         {"client": "a"},
         {"server_round": 2},
         {"num_examples": 0},
+        {"num_examples": 9},
+        {"num_examples": 7},
+        {"num_examples": 1 << 40},
         {"numbers": {}},
         {"numbers": GOOD["numbers"] | {"fisher.9": 1.0}},
         {"numbers": GOOD["numbers"] | {"fisher.0": -1.0}},
@@ -219,7 +222,7 @@ def test_frozen_factors_come_from_gradients_that_are_asked_for_once(lab: Any) ->
         if server_round == 1:
             assert record["probes"]["kind"] == "gradient"
             assert record["probes"]["bytes"]["uplink"]["values"] == 2 * 4 * pairs
-            assert record["why"]["answers"] == dict.fromkeys(record["cohort"], 4)
+            assert record["why"]["answers"] == {c: SIZES[c] for c in record["cohort"]}
         assert world.state.base.number == 1
         for client in clients:
             task, frame = unpack_task(world.payloads[client, "down"])

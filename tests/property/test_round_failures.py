@@ -108,12 +108,14 @@ def test_an_evaluation_sums_what_clients_answer_and_counts_the_bytes(lab: Any) -
         {"client": "b", "server_round": 3, "num_examples": 4},
         {"client": "b", "server_round": 4, "num_examples": 4, "num_correct": 5},
         {"client": "b", "server_round": 4, "num_examples": 2**60},
+        {"client": "b", "server_round": 4, "num_examples": 5, "num_correct": 5},
+        {"client": "b", "server_round": 4, "num_examples": 3, "num_correct": 3},
         {"client": "b", "server_round": 4, "num_examples": -1},
         {"client": "b", "server_round": 4},
     ],
 )
 def test_a_wrong_answer_to_an_evaluation_is_a_failure_whose_bytes_count(lab: Any, header: dict[str, Any]) -> None:
-    world = lab.world(lab.method("fedavg"), sizes=SIZES)
+    world = lab.world(lab.method("fedavg"), sizes=SIZES, examples_of={"test": dict.fromkeys(SIZES, 4)})
     world.round()
     honest = evaluate_on_clients(world.setup, world.state, world.line, "test", ("a", "c", "d"))
     line = Forger(world.line, {"b": header})

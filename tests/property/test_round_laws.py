@@ -11,6 +11,7 @@ from fedstrata.codec import CODECS
 from fedstrata.core.rng import generator
 from fedstrata.core.tensors import parse_stratum
 from fedstrata.core.wire import frame_sections
+from fedstrata.device import count_step_flop
 from fedstrata.message import unpack_task
 from fedstrata.plan import PLANNERS, draw_cohort
 from fedstrata.record.client_state import ClientState
@@ -196,6 +197,23 @@ def test_a_round_with_nothing_to_send_is_a_round(lab: Any) -> None:
     assert record["holders"] == {}
     assert bits(world.state.tensors) == before
     assert all(c["trained"] == ["head"] for c in clients.values())
+
+
+def test_the_simulated_clock_counts_only_blocks_that_a_client_runs(lab: Any) -> None:
+    """FedRA's client runs what it trains; with the rest frozen in place it runs everything."""
+    found = {}
+    for name in ("fedra_skip", "fedra_freeze"):
+        world = lab.world(lab.method(name), sizes=SIZES, num_blocks=4)
+        _, clients = world.round()
+        found[name] = {c: line["predicted"] for c, line in clients.items()}
+        for client, line in clients.items():
+            planned = {parse_stratum(s): r for s, r in line["planned"].items()}
+            skips = name == "fedra_skip"
+            flop = count_step_flop(world.setup.shape, planned, 4 * 8, skips_blocks=skips)
+            seconds = 2 * flop.forward / world.setup.workers[client].device.flop_per_s
+            assert line["predicted"]["forward_s"] == pytest.approx(seconds)
+    for client, skip in found["fedra_skip"].items():
+        assert skip["forward_s"] < found["fedra_freeze"][client]["forward_s"]
 
 
 def test_the_learning_rate_falls_as_half_a_cosine(lab: Any) -> None:

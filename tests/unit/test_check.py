@@ -218,6 +218,41 @@ def test_a_planner_that_ignores_the_seed_and_is_not_pure_is_caught() -> None:
 
 
 @dataclass(frozen=True)
+class LastRoundAll(Planner):
+    """Trains everything in the last planned round, without a word about it."""
+
+    id: ClassVar[str] = "last_round_all"
+    says: bool = False
+
+    def decided_by_rounds(self, num_rounds: int) -> dict[str, Any]:
+        return {"all in round": num_rounds} if self.says else {}
+
+    def init(self, shape: Any, fleet: Any) -> dict[str, Any]:
+        return {}
+
+    def server_ranks(self, shape: Any, max_rank: int) -> Any:
+        return AllStrata().server_ranks(shape, max_rank)
+
+    def plan(self, state: dict[str, Any], context: PlanContext) -> tuple[RoundPlan, dict[str, Any]]:
+        late = context.server_round > context.num_rounds // 4
+        blocks = {b: 1 for b in context.strata if late or b == 0}
+        plans = [client_plan(c, blocks, context) for c in sorted(context.cohort)]
+        return RoundPlan(context.server_round, tuple(plans)), state
+
+    def observe(self, state: dict[str, Any], round_record: Mapping[str, Any]) -> dict[str, Any]:
+        return state
+
+
+def test_a_planner_that_is_silent_about_the_number_of_rounds_is_caught() -> None:
+    PLANNERS.register(LastRoundAll)
+    found = broken(check(target_of(LastRoundAll())))
+    assert set(found) == {"rounds"}
+    assert "a run of 20 and one of 40 rounds differ" in found["rounds"]
+    assert "decided_by_rounds" in found["rounds"]
+    assert broken(check(target_of(LastRoundAll(says=True)))) == {}
+
+
+@dataclass(frozen=True)
 class ByHand(Selector):
     """Cuts the tensors by hand and forgets everything else."""
 

@@ -8,8 +8,10 @@ from fedstrata.core.shape import ModelShape, TargetShape
 from fedstrata.core.tensors import EMBEDDINGS, HEAD, TensorSpec
 from fedstrata.device import (
     DeviceProfile,
+    PlanCost,
     build_fleet,
     count_flop_per_step,
+    count_step_flop,
     device_profile,
     predict_client_seconds,
     profile_names,
@@ -114,6 +116,24 @@ def test_a_forward_pass_alone_counts_blocks_and_head():
 def test_cost_of_adapters_in_the_last_block_and_head():
     """N = 2·(10 + 5) = 30: forward 310 + 30, backward 100 + 10 + 30, weights 30 + 7."""
     assert count_flop_per_step(SHAPE, {2: 2, HEAD: 1}, T) == 4 * (340 + 140 + 37)
+
+
+def test_blocks_that_are_left_out_cost_nothing_in_either_direction():
+    """Block 1 and the head are all of the model: N = 30; forward 110 + 30, backward the same, weights 30 + 7."""
+    flop = count_step_flop(SHAPE, {1: 2, HEAD: 1}, T, skips_blocks=True)
+    assert (flop.forward, flop.backward) == (4 * 140, 4 * (140 + 37))
+    assert count_step_flop(SHAPE, {HEAD: 1}, T, skips_blocks=True).total == 4 * (10 + 10 + 7)
+    everything = {0: 1, 1: 1, 2: 1, HEAD: 1}
+    assert count_step_flop(SHAPE, everything, T, skips_blocks=True) == count_step_flop(SHAPE, everything, T)
+    cost = PlanCost(SHAPE, T, {"a": 1}, skips_blocks=True)
+    whole = PlanCost(SHAPE, T, {"a": 1})
+    reads = {0: 2, 2: 2}
+    assert cost.download_bytes({1: 2}, reads) == cost.upload_bytes({1: 2}) == 120
+    assert whole.download_bytes({1: 2}, reads) == 360
+    per_block = 4 * T * 16 * 10
+    assert cost.memory_bytes({0: 2}) == whole.memory_bytes({0: 2}) - 2 * per_block
+    (client,) = build_fleet({"laptop-8gb": 1}, {"a": 1}).clients
+    assert cost.seconds(client, {1: 2}).compute_s < whole.seconds(client, {1: 2}).compute_s
 
 
 def test_cost_of_an_adapter_at_the_input_passes_all_blocks():

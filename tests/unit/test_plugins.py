@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedstrata.aggregate import HoldersMean
+from fedstrata.check import find_target
 from fedstrata.codec import CODECS
 from fedstrata.data.config import DataConfig
 from fedstrata.data.partition import PARTITIONS
@@ -27,7 +29,7 @@ from fedstrata.experiment.plugins import (
     plugin_record,
 )
 from fedstrata.experiment.spec import ExperimentSpec
-from fedstrata.method import METHODS
+from fedstrata.method import METHODS, PairRule
 
 CODEC = '''
 """Halves and doubles."""
@@ -159,12 +161,93 @@ def test_a_method_with_the_name_of_a_built_in_one_is_a_clash_of_both(tmp_path: P
         ("import no_such_neighbor\n", "f", "a file stands alone"),
         ("def mymethod():\n    pass\n", "mymetod", 'did you mean "mymethod"'),
         ("mymethod = 3\n", "mymethod", "is no method"),
+        ("import sys\nsys.exit(0)\n", "f", r"bad\.py, line 2\n.*SystemExit: 0"),
+        ("class Odd(BaseException): pass\nraise Odd('!')\n", "f", r"bad\.py, line 2\n.*Odd: !"),
+        ("raise ValueError('\\ud800' + 9999 * 'x')\n", "f", r"ValueError: \?x{400,500}…\n"),
+        ("from fedstrata.method import METHODS\n@METHODS.register\ndef f(): ...\n", "f", "given no facts"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_told_with_its_line(tmp_path: Path, code: str, name: str, told: str) -> None:
     (tmp_path / "bad.py").write_text(code)
     with pytest.raises(ConfigError, match=told):
         load_method(f"./bad.py:{name}", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["~nobody-has-this-name/x.py:f", "./nul\0.py:f", ".:f", "./folder.py:f"])
+def test_a_path_that_cannot_be_one_is_told(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder.py").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be read|no file reference"):
+        load_method(name, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["./a.py", "a.py:", "./a.py:f g", "./a.py:f.g", "./a.pyc:f"])
+def test_what_looks_like_a_file_but_names_nothing_in_it_says_how_to(text: str) -> None:
+    for find in (CODECS.build, METHODS.find, find_target):
+        with pytest.raises(ConfigError, match=r"no file reference[\s\S]*FILE\.py:NAME"):
+            find(text)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("def f():\n    return 1 / 0\n", r"bad\.py, line 2\n.*ZeroDivisionError"),
+        ("import sys\ndef f():\n    sys.exit()\n", r"bad\.py, line 3\n.*SystemExit"),
+        ("def f(x: 'Nope' = 1):\n    pass\n", r"bad\.py:f\n.*NameError"),
+        ("class Q: pass\ndef f(x: Q = None):\n    pass\n", 'option "x" has a type that no experiment file can hold'),
+        ("def f(*args, **options):\n    pass\n", r"does not make a method[\s\S]*bad\.py:f"),
+        (
+            METHOD + "def f():\n    return mymethod().with_parts(codec='int8')\n",
+            r"codec = 'int8': a Codec\n.*bad\.py:f",
+        ),
+    ],
+)
+def test_a_function_that_makes_no_method_is_told_with_its_place(tmp_path: Path, code: str, told: str) -> None:
+    (tmp_path / "bad.py").write_text(code)
+    entry = load_method("./bad.py:f", tmp_path)
+    with pytest.raises(ConfigError, match=told):
+        METHODS.build("./bad.py:f", {})
+    assert entry.facts.paper == "not stated"  # listing it is no error
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ({"planner": "all"}, "planner = 'all': a Planner"),
+        ({"aggregator": HoldersMean}, "an Aggregator, not its class"),
+        ({"send": "gradient"}, "send = 'gradient': 'delta' or 'weights'"),
+        ({"topology": "ring"}, "topology"),
+        ({"head": "nope"}, "head"),
+        ({"adapters": frozenset()}, "adapters = .*: some of lora"),
+        ({"adapters": frozenset({"qlora"})}, "qlora"),
+        ({"open_choices": frozenset({"nope"})}, "open_choices"),
+        ({"scaling": float("nan")}, "scaling = nan: a number above 0"),
+        ({"scaling": True}, "scaling"),
+        ({"pairs": None}, "PairRule"),
+    ],
+)
+def test_values_that_make_no_method_are_refused_at_once(parts: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        METHODS.build("fedavg", {}).with_parts(**parts)
+
+
+def test_a_rule_for_pairs_names_kinds_that_exist() -> None:
+    for wrong in (
+        {"trained": ()},
+        {"trained": (("lora_C",),)},
+        {"local": ("B",)},
+        {"start": "zeros"},
+        {"slices": "odd"},
+    ):
+        with pytest.raises(ConfigError, match="no rule for pairs"):
+            PairRule(**wrong)
+
+
+def test_a_part_that_cannot_be_made_is_told_with_its_line(tmp_path: Path) -> None:
+    path = codec_file(tmp_path)
+    path.write_text(path.read_text() + "\n    def __post_init__(self):\n        raise OSError('no device')\n")
+    load_part("codec", "./my_codec.py:Mine", tmp_path)
+    with pytest.raises(ConfigError, match=r'codec "halves" cannot be made[\s\S]*line 33\n.*OSError: no device'):
+        CODECS.build("halves")
 
 
 def test_a_file_that_fails_half_way_leaves_nothing_behind(tmp_path: Path) -> None:

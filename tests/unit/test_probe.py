@@ -147,6 +147,24 @@ def test_a_bad_answer_is_a_failure_whose_bytes_count(bad: Any) -> None:
     assert asked.record["num_examples"] == 6
 
 
+@pytest.mark.parametrize(
+    ("held_out", "most", "refused"),
+    [(4, None, ()), (9, 4, ()), (3, 4, ("a",)), (5, None, ("a",)), (4, 3, ("a",)), (None, None, ())],
+)
+def test_an_answer_speaks_of_as_many_examples_as_its_client_has_and_was_asked_for(
+    held_out: int | None, most: int | None, refused: tuple[str, ...]
+) -> None:
+    """Client a answers with 4 examples; of b and c nothing is known."""
+    setup = replace(setup_of(examples=most), examples_of={"client_heldout": {"a": held_out} if held_out else {}})
+    asked = ask(setup, state_of(setup), Script(GOOD))
+    failures = asked.record["failures"]
+    assert tuple(f["client"] for f in failures) == refused
+    assert set(asked.answers) == {*"abc"} - set(refused)
+    for failure in failures:
+        assert failure["reason"] == "bad reply"
+        assert "another number of examples" in failure["detail"]
+
+
 def test_a_client_that_fails_costs_its_download_and_nothing_else() -> None:
     setup, kept = setup_of(), {}
     lost = ClientFailure("b", 3, "exception", "gone")

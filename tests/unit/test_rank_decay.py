@@ -67,6 +67,17 @@ def test_a_tail_that_shrank_is_dropped_for_good() -> None:
 
 
 @pytest.mark.parametrize(
+    ("gamma", "min_rank", "rank", "kept"),
+    [(0.25, 1, 8, 2), (0.25, 3, 8, 3), (0.25, 7, 8, 7), (0.1, 1, 8, 1), (0.75, 3, 8, 6), (0.75, 3, 4, 3)],
+)
+def test_no_client_shrinks_below_the_smallest_rank(gamma: float, min_rank: int, rank: int, kept: int) -> None:
+    """Kept = max(⌊γ·r⌋, r_min), also where ⌊γ·r⌋ is 0."""
+    finished = RankDecay(gamma, min_rank=min_rank).finish(pair(rank, 0.5), pair(rank))
+    assert finished.rank == kept
+    assert finished.numbers["kept_rank"] == kept
+
+
+@pytest.mark.parametrize(
     ("part", "trained", "start", "why"),
     [
         (RankDecay(0.75), pair(4, 1.1), pair(4), "the tail grew"),

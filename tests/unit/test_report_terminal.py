@@ -128,6 +128,12 @@ def test_a_run_with_a_decaying_rate_is_not_offered_more_rounds(stored_run: Store
     assert "--resume" not in summary_of(folder, capsys, run={"spec": spec})
 
 
+def test_a_run_whose_plan_counts_on_its_rounds_is_not_offered_more(stored_run: Stored, capsys: Capture) -> None:
+    folder = stored_run()
+    assert "--resume" in summary_of(folder, capsys, run={"decided_by_rounds": {}})
+    assert "--resume" not in summary_of(folder, capsys, run={"decided_by_rounds": {"refresh": 2}})
+
+
 def test_a_run_from_a_file_names_that_file(stored_run: Stored, capsys: Capture) -> None:
     command = ["fedstrata", "run", "my texts.toml", "--set", "run.seed=1"]
     out = summary_of(stored_run(), capsys, run={"measured": {"command": command}})

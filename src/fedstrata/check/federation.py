@@ -101,7 +101,7 @@ class NoiseTrainer:
         return {
             s.name: generator(self.seed, "gradient", task.client, s.name).standard_normal(s.shape).astype(np.float32)
             for s in self.base_layout
-        }, 8
+        }, min(self.sizes[task.client], int(task.options["examples"]))
 
     def fisher(self, task: Task, layouts: TaskLayouts, tensors: NamedTensors) -> FisherSums:
         """Drawn sums."""

@@ -150,7 +150,7 @@ def _try(law: Law[S], subject: S, trials: int, seed: int, prefix: str) -> LawRes
             reason = reason or str(why)
         except LawBroken as found:
             return LawResult(prefix + law.name, law.says, "broken", done + 1, _text(trial, str(found).splitlines()))
-        except Exception as error:  # the part is somebody else's code and may raise anything
+        except (Exception, SystemExit) as error:  # the part is somebody else's code and may raise anything
             lines = [f"it raised {type(error).__name__}: {error}", *_frames(error)]
             return LawResult(prefix + law.name, law.says, "broken", done + 1, _text(trial, lines))
     status: Status = "holds" if done else "left out"
@@ -161,7 +161,7 @@ def _text(trial: Trial, lines: Sequence[str]) -> str:
     return "\n".join([f"world {trial.index} of seed {trial.seed}:", *(f"  {line}" for line in (*trial.world, *lines))])
 
 
-def _frames(error: Exception) -> list[str]:
+def _frames(error: BaseException) -> list[str]:
     """The innermost calls of an unexpected error."""
     frames = traceback.extract_tb(error.__traceback__)[-2:]
     return [f"at {Path(f.filename).name}:{f.lineno}, in {f.name}: {f.line}" for f in frames]

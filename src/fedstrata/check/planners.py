@@ -15,7 +15,15 @@ from fedstrata.core.tensors import HEAD, Stratum
 from fedstrata.device.fleet import Fleet
 from fedstrata.device.plan_cost import PlanCost
 from fedstrata.errors import PlanError
-from fedstrata.plan.base import PLANNERS, AskingPlanner, InvitingPlanner, PlanContext, Planner, RoundPlan
+from fedstrata.plan.base import (
+    PLANNERS,
+    AskingPlanner,
+    ContestPlanner,
+    InvitingPlanner,
+    PlanContext,
+    Planner,
+    RoundPlan,
+)
 from fedstrata.plan.cohort import check_round_plan
 
 _RANK = 4
@@ -143,6 +151,7 @@ def _json(subject: PlannerSubject, trial: Trial) -> None:
     record = _record(plan)
     later = subject.planner.observe(copy.deepcopy(state), record)
     bare = subject.planner.observe(copy.deepcopy(state), {"server_round": world.context.server_round})
+    trial.demand(isinstance(world.state, dict), f"init() gives {world.state!r:.200}, and not a dict")
     for what, value in (
         ("the state of init()", world.state),
         ("why", dict(plan.why)),
@@ -197,6 +206,33 @@ def _seeds(subject: PlannerSubject, trial: Trial) -> None:
     )
 
 
+def _rounds(subject: PlannerSubject, trial: Trial) -> None:
+    """Longer runs of which the planner makes the same as of this one."""
+    planner, world = subject.planner, _world(subject, trial)
+    now = world.context.num_rounds
+    longer = [n for n in (now + 1, now + 4, 2 * now, 10 * now) if _decided(planner, n) == _decided(planner, now)]
+    if not longer:
+        raise LeftOut("what it says under decided_by_rounds differs in all longer runs that were tried")
+    for other in longer:
+        contexts = [_answered(planner, world.state, replace(world.context, num_rounds=n)) for n in (now, other)]
+        plans = [_plan(subject, world, c) for c in contexts]
+        judged = [
+            [planner.is_over(r, n) for r in range(1, now + 1)] if isinstance(planner, ContestPlanner) else []
+            for n in (now, other)
+        ]
+        trial.demand(
+            plans[0] == plans[1] and judged[0] == judged[1],
+            f"a run of {now} and one of {other} rounds differ although decided_by_rounds says the same of both",
+            f"of {now}  {_show(plans[0])} {judged[0] or ''}",
+            f"of {other}  {_show(plans[1])} {judged[1] or ''}",
+            "say in decided_by_rounds what is made of PlanContext.num_rounds",
+        )
+
+
+def _decided(planner: Planner, num_rounds: int) -> dict[str, Any]:
+    return planner.decided_by_rounds(num_rounds)
+
+
 def _what(plan: RoundPlan) -> dict[str, Any]:
     return {p.client: (dict(p.ranks), p.group) for p in plan.clients}
 
@@ -213,5 +249,6 @@ PLANNER_LAWS: tuple[Law[PlannerSubject], ...] = (
     Law("pure", "the same arguments give the same plan, and nothing that came in is changed", _pure),
     Law("order", "the order of the cohort does not matter", _order),
     Law("json", "states and reasons survive JSON, and an observed state plans on", _json),
+    Law("rounds", "the planned number of rounds changes a plan only through decided_by_rounds", _rounds),
     Law("seeds", "a draw that changes over rounds changes over seeds", _seeds),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedstrata.discovery import plug_ins
+from fedstrata.discovery import no_reference, plug_ins
 from fedstrata.errors import ConfigError, did_you_mean
 from fedstrata.experiment.plugins import KINDS, is_reference, load_method, load_object, load_part
 from fedstrata.method.base import Method
@@ -105,6 +105,8 @@ def _kind_of_name(name: str) -> str:
         raise ConfigError(
             f'Several kinds of parts are called "{name}"', got=", ".join(found), do=f"add --kind {found[0]}, say"
         )
+    if not found and (wrong := no_reference(name)) is not None:
+        raise wrong
     if not found:
         known = {n for v in KINDS.values() for n in v.registry.names} | plain
         raise ConfigError(f'There is no part or method "{name}"', do=did_you_mean(name, known))

@@ -45,6 +45,7 @@ def predict_client_seconds(
     up_bytes: int,
     *,
     adapter: AdapterKind = "lora",
+    skips_blocks: bool = False,
 ) -> RoundTime:
     """Predicts how long one client needs for one round, download, compute and upload one after the other.
 
@@ -62,8 +63,9 @@ def predict_client_seconds(
         down_bytes: Length of the task.
         up_bytes: Length of the reply.
         adapter: Whether the strata's LoRA pairs are trained, or their own parameters.
+        skips_blocks: Whether blocks that are not trained are left out of the model.
     """
-    flop = count_step_flop(shape, plan_strata, tokens_per_step, adapter=adapter)
+    flop = count_step_flop(shape, plan_strata, tokens_per_step, adapter=adapter, skips_blocks=skips_blocks)
     return RoundTime(
         download_s=down_bytes / profile.down_bytes_per_s,
         compute_s=steps * flop.total / profile.flop_per_s,
@@ -94,12 +96,17 @@ def count_flop_per_step(
 
 
 def count_step_flop(
-    shape: ModelShape, plan_strata: Mapping[Stratum, int], tokens_per_step: int, *, adapter: AdapterKind = "lora"
+    shape: ModelShape,
+    plan_strata: Mapping[Stratum, int],
+    tokens_per_step: int,
+    *,
+    adapter: AdapterKind = "lora",
+    skips_blocks: bool = False,
 ) -> StepFlop:
     """Operations of one training step.
 
-    With T tokens, P_b parameters in block b, P_h in the head, m the lowest trained stratum, and N_b = Σ r·(in + out)
-    LoRA parameters of a trained block at rank r:
+    With T tokens, P_b parameters in block b (0 for a block that is left out of the model), P_h in the head, m the
+    lowest trained stratum, and N_b = Σ r·(in + out) LoRA parameters of a trained block at rank r:
 
         forward           2·T·(Σ_b P_b + P_h + Σ_trained N_b)
         activation grads  2·T·(Σ_{b ≥ m} P_b + P_h + Σ_trained N_b), nothing if nothing is trained
@@ -116,9 +123,11 @@ def count_step_flop(
         plan_strata: Trained strata and their ranks; rank 0 means frozen.
         tokens_per_step: T.
         adapter: What is trained.
+        skips_blocks: Whether blocks that are not trained are left out of the model, as in FedRA.
     """
     trained = [s for s, rank in plan_strata.items() if rank > 0]
-    passed = {s: n for s, n in _stratum_sizes(shape).items() if s != EMBEDDINGS}
+    present = {HEAD, *trained} if skips_blocks else {HEAD, *shape.blocks}
+    passed = {s: n for s, n in _stratum_sizes(shape).items() if s in present and s != EMBEDDINGS}
     own = count_values(shape, plan_strata, adapter=adapter)
     added = 0 if adapter == "full" else sum(n for s, n in own.items() if s != HEAD)
     if adapter == "square":

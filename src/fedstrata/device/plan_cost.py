@@ -51,6 +51,7 @@ class PlanCost:
         adapter: What is trained.
         up_bytes_per_value: Of the uplink's codec.
         down_bytes_per_value: Of the downlink's codec.
+        skips_blocks: Whether a client's model has no other blocks than those that it trains: nothing is read then.
     """
 
     shape: ModelShape
@@ -59,6 +60,7 @@ class PlanCost:
     adapter: AdapterKind = "lora"
     up_bytes_per_value: float = 4.0
     down_bytes_per_value: float = 4.0
+    skips_blocks: bool = False
 
     def seconds(self, client: Client, trained: Ranks, reads: Ranks | None = None) -> RoundTime:
         """Seconds of one round.
@@ -77,6 +79,7 @@ class PlanCost:
             self.download_bytes(trained, reads),
             self.upload_bytes(trained),
             adapter=self.adapter,
+            skips_blocks=self.skips_blocks,
         )
 
     def num_values(self, ranks: Ranks) -> int:
@@ -89,7 +92,7 @@ class PlanCost:
 
     def download_bytes(self, trained: Ranks, reads: Ranks | None = None) -> int:
         """Bytes of the task, without its header."""
-        return round(self.num_values({**(reads or {}), **trained}) * self.down_bytes_per_value)
+        return round(self.num_values(self._present(trained, reads)) * self.down_bytes_per_value)
 
     def memory_bytes(self, trained: Ranks, reads: Ranks | None = None) -> int:
         """Memory of training.
@@ -98,16 +101,23 @@ class PlanCost:
 
         with `base` the model at float32 (`shape.base_bytes`), N numbers in the adapters that are present (`trained`
         and `reads`) or trained, T = `tokens_per_step`, h the hidden size, m the lowest trained block (0 for the
-        embeddings, L − 1 if only the head is trained). In full-parameter tuning the present numbers are the base.
+        embeddings, L − 1 if only the head is trained); L − m is the number of trained blocks where others are left
+        out of the model. In full-parameter tuning the present numbers are the base.
         Left out: attention scores, the head's activations, and what the framework itself needs.
         """
         own = self.num_values(trained)
-        present = 0 if self.adapter == "full" else self.num_values({**(reads or {}), **trained})
+        present = 0 if self.adapter == "full" else self.num_values(self._present(trained, reads))
         lowest = min((s for s, rank in trained.items() if rank > 0), key=stratum_order, default=None)
         top = self.shape.num_blocks - 1
         first = lowest if isinstance(lowest, int) else 0 if lowest == EMBEDDINGS else top
-        kept = self.tokens_per_step * _ACTIVATIONS_PER_BLOCK * self.shape.hidden_size * (top + 1 - first)
+        depth = top + 1 - first
+        if self.skips_blocks:
+            depth = sum(1 for s, rank in trained.items() if rank > 0 and isinstance(s, int))
+        kept = self.tokens_per_step * _ACTIVATIONS_PER_BLOCK * self.shape.hidden_size * depth
         return self.shape.base_bytes + _FLOAT32_BYTES * (present + kept) + _TRAINED_BYTES * own
+
+    def _present(self, trained: Ranks, reads: Ranks | None) -> Ranks:
+        return trained if self.skips_blocks else {**(reads or {}), **trained}
 
     def needs(self, trained: Ranks, reads: Ranks | None = None) -> PlanNeeds:
         """What a plan asks of a device's caps."""

@@ -42,7 +42,7 @@ def run_one(
             states.write(client, accepted_round, server_round, state)
     except RunFolderError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a part from outside may even ask Python to end
         detail = str(error) if isinstance(error, FedstrataError) else f"{type(error).__name__}: {error}"
         readable = detail.encode(errors="replace").decode()[:_MAX_DETAIL]  # a file name may hold what is no text
         return ClientFailure(client, server_round, "exception", readable)

@@ -10,6 +10,7 @@ from fedstrata.errors import RunFolderError
 from fedstrata.experiment.provenance import numeric_environment
 from fedstrata.experiment.store import RunFolder, resume_hash, spec_difference, spec_hash
 from fedstrata.experiment.stored import read_run_record, require_keys
+from fedstrata.plan.base import Planner
 from fedstrata.record.files import read_json
 
 
@@ -28,12 +29,15 @@ class Admission:
     is_done: bool = False
 
 
-def admit(folder: RunFolder, values: Mapping[str, Any], *, extend: bool, other_environment: bool) -> Admission:
+def admit(
+    folder: RunFolder, values: Mapping[str, Any], planner: Planner, *, extend: bool, other_environment: bool
+) -> Admission:
     """Compares a folder with the experiment that is to run in it. Nothing is written.
 
     Args:
         folder: With `run.json`.
         values: The resolved spec.
+        planner: The spec's; it says what it makes of the number of rounds.
         extend: Whether another `rounds.count`, `patience` or `target` is meant.
         other_environment: Whether other versions or another CPU are accepted.
 
@@ -42,12 +46,15 @@ def admit(folder: RunFolder, values: Mapping[str, Any], *, extend: bool, other_e
     """
     before = read_run_record(folder.path)
     difference = spec_difference(before["spec"], values)
-    if difference and not (extend and resume_hash(before["spec"]) == resume_hash(values)):
+    then, now = (planner.decided_by_rounds(v["rounds"]["count"]) for v in (before["spec"], values))
+    if difference and not (extend and resume_hash(before["spec"], then) == resume_hash(values, now)):
+        made = [f'the plan "{planner.id}" makes of it{line}' for line in spec_difference(then, now, " ")]
+        hint = f'; with the plan "{planner.id}": {planner.to_extend}' if made and planner.to_extend else ""
         raise RunFolderError(
             f"{folder.path} holds another experiment",
-            got="\n    ".join(["", *difference]),
+            got="\n    ".join(["", *difference, *made]),
             do="choose another folder with --out, start anew with --fresh, or extend with "
-            "`--resume DIR --set rounds.count=N` (only with a constant learning rate)",
+            f"`--resume DIR --set rounds.count=N` (only with a constant learning rate{hint})",
         )
     if folder.is_finished and not difference and before.get("stop_reason") != "interrupted":
         return Admission(before, before, is_done=True)

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from fedstrata.client import Score
 from fedstrata.core.lora import orthonormal_rows
 from fedstrata.core.merges import BaseLog
 from fedstrata.core.tensors import NamedTensors
+from fedstrata.core.units import format_bytes
 from fedstrata.data.load import SplitData, length_notes
 from fedstrata.data.proxy import ProxySet, resolve_proxy
 from fedstrata.errors import ConfigError, PlanError
@@ -25,6 +27,7 @@ from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.experiment.watch import Watch
 from fedstrata.method import METHODS, Method
 from fedstrata.plan.base import ContestPlanner
+from fedstrata.plan.checks import check_state
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.client_state import ClientState
 from fedstrata.record.clients import FolderStates
@@ -36,6 +39,9 @@ from fedstrata.train.lora import AdaptedModel
 from fedstrata.train.model import LoadedModel, load_model
 from fedstrata.train.skip import can_skip_blocks
 from fedstrata.train.trainer import TorchTrainer
+
+_BYTES_PER_VALUE = 20
+"""Server, client, gradient and Adam's two moments at float32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,11 +139,12 @@ def build(spec: ExperimentSpec, base_dir: Path, watch: Watch) -> Built:
     setup = replace(setup, server_probe=ServerProbe(trainer) if proxies else None)
     if isinstance(method.planner, ContestPlanner) and spec.eval.on == "server":
         setup = replace(setup, server_score=lambda state: _validation_score(trainer, state))
+    _check_memory(setup)
     initial = ServerState(
         tensors=first_tensors(trainer, setup),
         versions={str(s): 0 for s in setup.layout.strata},
-        planner=method.planner.init(setup.shape, setup.workers),
-        selector=method.selector.init(),
+        planner=check_state(method.planner, method.planner.init(setup.shape, setup.workers), "init"),
+        selector=check_state(method.selector, method.selector.init(), "init"),
     )
     plan_round(setup, initial)  # a plan that cannot be carried out is refused before anything is written
     personal = setup.is_personal
@@ -152,6 +159,22 @@ def build(spec: ExperimentSpec, base_dir: Path, watch: Watch) -> Built:
     if scoring_source(method) is not None:
         info["data"]["scoring"] = [p.to_json() for p in proxies] or _heldout(data)
     return Built(spec, METHODS.find(spec.method.name).name, setup, trainer, initial, keep, info)
+
+
+def _check_memory(setup: RoundSetup) -> None:
+    """Refuses adapters that this machine cannot hold, before they fill it.
+
+    Raises:
+        PlanError: If the server's tensors and one client's gradients and moments are larger than its memory.
+    """
+    needed, there = _BYTES_PER_VALUE * setup.layout.num_values, psutil.virtual_memory().total
+    if needed > there:
+        raise PlanError(
+            "What is trained does not fit into this machine's memory",
+            expected=f"at most {format_bytes(there)}",
+            got=f"{format_bytes(needed)} for {setup.layout.num_values} numbers",
+            do="ask for smaller ranks or widths",
+        )
 
 
 def first_tensors(trainer: TorchTrainer, setup: RoundSetup) -> NamedTensors:

@@ -58,8 +58,8 @@ def cite(target: str) -> tuple[list[Citation], list[str]]:
         raise ConfigError(f"{folder} is neither a run folder nor a method", do="name a folder with run.json")
     entry = METHODS.find(target)
     try:
-        method = entry.make()
-    except (FedstrataError, TypeError):  # it needs options, and is cited without them
+        method = METHODS.build(target, {})
+    except FedstrataError:  # it needs options, and is cited without them
         return _collect(entry, {}, is_lora=False)
     return _collect(entry, method.to_config(), is_lora=method.adapters == {"lora"})
 

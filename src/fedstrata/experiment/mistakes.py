@@ -10,20 +10,8 @@ from pydantic import BaseModel
 
 from fedstrata.errors import did_you_mean
 from fedstrata.experiment.spec import ExperimentSpec
+from fedstrata.options import WANTED_TYPES
 
-_WANTED = {
-    "model_type": "a table",
-    "dict_type": "a table",
-    "list_type": "a list",
-    "string_type": "a text",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-}
 _PART = "a name, or a table with an id,"
 _UNIONS = dict.fromkeys(("plan", "objective", "aggregate", "select", "uplink", "downlink"), _PART) | {
     "targets": '"attention", "all-linear", or a list of names'
@@ -40,7 +28,7 @@ def describe_mistake(error: Any) -> str:
     if kind == "string_pattern_mismatch":
         return f"{place}: letters a to z, digits, dots, dashes and underscores are allowed (got {got!r})"
     union = _UNIONS.get(place.rsplit(".", 1)[-1]) if len(error["loc"]) > place.count(".") + 1 else None
-    wanted = union or _WANTED.get(kind)
+    wanted = union or WANTED_TYPES.get(kind)
     if wanted is not None:
         return f"{place}: {wanted} is needed (got {shown(got)})"
     message = str(error["msg"]).replace("Input should be", "must be")

@@ -9,8 +9,11 @@ from typing import Any
 from fedstrata.core.tensors import Stratum
 from fedstrata.core.wire import PRELUDE_BYTES, canonical_json
 from fedstrata.device.cost import predict_client_seconds
+from fedstrata.discovery import foreign_errors
 from fedstrata.errors import ConfigError
-from fedstrata.experiment.build import build
+from fedstrata.experiment.build import Built, build
+from fedstrata.experiment.methods import build_method
+from fedstrata.experiment.plugins import outside_places
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.experiment.watch import Watch
 from fedstrata.message import Reply, header_of, rank_keys
@@ -31,7 +34,11 @@ def plan_table(spec: ExperimentSpec, base_dir: Path, server_round: int, watch: W
     """
     if server_round > spec.rounds.count:
         raise ConfigError(f"There is no round {server_round}", expected=f"1 to {spec.rounds.count}")
-    built = build(spec, base_dir, watch)
+    with foreign_errors(outside_places(build_method(spec), spec)):
+        return _table(build(spec, base_dir, watch), spec, server_round)
+
+
+def _table(built: Built, spec: ExperimentSpec, server_round: int) -> dict[str, Any]:
     setup = built.setup
     versions = {str(s): server_round - 1 for s in setup.layout.strata}
     state = replace(built.initial, server_round=server_round - 1, versions=versions)
@@ -68,7 +75,15 @@ def _client_row(setup: RoundSetup, state: ServerState, plan: ClientPlan) -> dict
     up = PRELUDE_BYTES + len(canonical_json(header_of(reply))) + sum(setup.method.codec.max_bytes(layouts.up))
     tokens = int(task.train["batch_size"]) * setup.max_length
     time = predict_client_seconds(
-        member.device, setup.shape, plan.ranks, tokens, steps, down, up, adapter=setup.adapter
+        member.device,
+        setup.shape,
+        plan.ranks,
+        tokens,
+        steps,
+        down,
+        up,
+        adapter=setup.adapter,
+        skips_blocks=setup.method.skips_blocks,
     )
     return {
         "client": plan.client,

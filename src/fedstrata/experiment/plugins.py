@@ -23,7 +23,7 @@ from fedstrata.aggregate.base import AGGREGATORS, Aggregator
 from fedstrata.codec.base import CODECS, Codec
 from fedstrata.data.partition import PARTITIONS
 from fedstrata.data.sources import SOURCES
-from fedstrata.discovery import FileOrigin, note_file, origin_record, place_of
+from fedstrata.discovery import REFERENCE, FileOrigin, in_words, is_own, note_file, origin_record, place_of
 from fedstrata.errors import ConfigError, FedstrataError, did_you_mean
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.method import METHODS, Method, MethodEntry
@@ -32,8 +32,6 @@ from fedstrata.optimize.base import OPTIMIZERS, ServerOptimizer
 from fedstrata.plan.base import PLANNERS, Planner
 from fedstrata.registry import FunctionTable, Registry, check_part_class
 from fedstrata.select.base import SELECTORS, Selector
-
-_REFERENCE = re.compile(r"(?P<path>.+\.py):(?P<name>[^\W\d]\w*)")
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def is_reference(text: object) -> bool:
         >>> is_reference("./my_method.py:mymethod"), is_reference("fedavg")
         (True, False)
     """
-    return isinstance(text, str) and _REFERENCE.fullmatch(text) is not None
+    return isinstance(text, str) and REFERENCE.fullmatch(text) is not None
 
 
 def load_plugins(spec: ExperimentSpec, base_dir: Path) -> None:
@@ -137,12 +135,16 @@ def load_object(reference: str, base_dir: Path) -> Any:
     Raises:
         ConfigError: If the reference is none, or the file cannot be read or run or lacks the name.
     """
-    match = _REFERENCE.fullmatch(reference)
+    match = REFERENCE.fullmatch(reference)
     if match is None:
         raise ConfigError(
             "This is no file reference", expected="FILE.py:NAME, e.g. ./my_method.py:mymethod", got=reference
         )
-    module = load_file(base_dir / Path(match["path"]).expanduser())
+    try:
+        path = base_dir / Path(match["path"]).expanduser()
+    except RuntimeError as error:  # a home folder that nobody knows
+        raise ConfigError("A file with a method or a part cannot be read", where=reference, got=str(error)) from error
+    module = load_file(path)
     if match["name"] not in vars(module):
         own = [n for n, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__]
         raise ConfigError(
@@ -159,11 +161,11 @@ def load_file(path: Path) -> ModuleType:
     """
     try:
         source = path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a path with a null character is a ValueError
         raise ConfigError(
             "A file with a method or a part cannot be read",
             where=str(path),
-            got=error.strerror,
+            got=error.strerror if isinstance(error, OSError) else str(error),
             do="relative paths start at the folder of the experiment file",
         ) from error
     origin = FileOrigin(path, hashlib.sha256(source).hexdigest())
@@ -181,9 +183,9 @@ def load_file(path: Path) -> ModuleType:
     try:
         exec(compile(source, str(path), "exec"), module.__dict__)
         _register_parts(module)
-    except Exception as error:  # somebody else's code may raise anything
+    except BaseException as error:  # somebody else's code may raise anything, and even ask Python to end
         _forget(name)
-        if isinstance(error, FedstrataError):
+        if isinstance(error, FedstrataError | KeyboardInterrupt):
             raise
         raise _not_run(path, error) from error
     return module
@@ -204,13 +206,22 @@ def plugin_record(
         the file's SHA-256, or the package, its version and the module's SHA-256. A part inside another one stands
         under `codec.inner`.
     """
+    records = {key: origin_record(thing) for key, thing in _things(method, name, spec).items()}
+    return {key: record for key, record in records.items() if record is not None}
+
+
+def outside_places(method: Method, spec: ExperimentSpec) -> tuple[str, ...]:
+    """Where everything comes from that is not Fedstrata's own, in words."""
+    things = _things(method, spec.method.name, spec).values()
+    return tuple(dict.fromkeys(place_of(thing) for thing in things if not is_own(thing)))
+
+
+def _things(method: Method, name: str | None, spec: ExperimentSpec | None) -> dict[str, Any]:
+    """The classes and functions at work, by what they do."""
     things = {"method": METHODS.find(name).make} if name is not None else {}
     for kind in KINDS.values():
         things |= _part_classes(kind.table, getattr(method, kind.field))
-    if spec is not None:
-        things |= _functions(spec)
-    records = {key: origin_record(thing) for key, thing in things.items()}
-    return {key: record for key, record in records.items() if record is not None}
+    return things if spec is None else things | _functions(spec)
 
 
 def check_registered(method: Method) -> None:
@@ -279,7 +290,7 @@ def _forget(module: str) -> None:
     note_file(module, None)
 
 
-def _not_run(path: Path, error: Exception) -> ConfigError:
+def _not_run(path: Path, error: BaseException) -> ConfigError:
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     if isinstance(error, SyntaxError) and error.filename == str(path):
         lines.append(error.lineno)
@@ -287,7 +298,7 @@ def _not_run(path: Path, error: Exception) -> ConfigError:
     return ConfigError(
         "A file with a method or a part cannot be run",
         where=f"{path}, line {lines[-1]}" if lines else str(path),
-        got=f"{type(error).__name__}: {error}",
+        got=in_words(error),
         do="a file stands alone: put what it imports from its own folder into it, or into a package "
         "(`fedstrata new-method` writes one)"
         if is_import

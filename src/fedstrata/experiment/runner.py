@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedstrata.discovery import foreign_errors, in_words
 from fedstrata.engine.local import LocalEngine
 from fedstrata.errors import FedstrataError
 from fedstrata.experiment.admission import Admission, admit, check_world
@@ -15,6 +16,8 @@ from fedstrata.experiment.build import Built, build
 from fedstrata.experiment.finish import finish
 from fedstrata.experiment.interrupt import Interrupts
 from fedstrata.experiment.load import resolved
+from fedstrata.experiment.methods import build_method
+from fedstrata.experiment.plugins import outside_places
 from fedstrata.experiment.provenance import provenance
 from fedstrata.experiment.scoring import is_better, stop_reason, validate
 from fedstrata.experiment.spec import ExperimentSpec
@@ -60,17 +63,24 @@ def run_experiment(spec: ExperimentSpec, base_dir: Path, options: RunOptions, wa
     Raises:
         FedstrataError: If anything a user can mend is wrong. What was finished before is kept.
     """
-    values = resolved(spec)
+    values, method = resolved(spec), build_method(spec)
     folder = RunFolder(options.out or default_folder(spec))
     folder.lock()
     try:
         admission = None
         if folder.exists and not options.fresh:
-            admission = admit(folder, values, extend=options.extend, other_environment=options.other_environment)
+            admission = admit(
+                folder,
+                values,
+                method.planner,
+                extend=options.extend,
+                other_environment=options.other_environment,
+            )
             if admission.is_done:
                 watch.already_finished(folder.path)
                 return folder
-        _train(folder, spec, values, base_dir, options, watch, admission)
+        with foreign_errors(outside_places(method, spec)):
+            _train(folder, spec, values, base_dir, options, watch, admission)
     finally:
         folder.unlock()
     return folder
@@ -93,7 +103,7 @@ def _train(
     began = time.perf_counter()
     with Interrupts(watch) as interrupts:
         built = build(spec, base_dir, watch)
-        known = resume_hash(values)
+        known = resume_hash(values, _decided_by_rounds(built))
         if admission is not None:
             check_world(folder, admission.before, built.info)
             state = folder.load(known) or built.initial
@@ -127,8 +137,9 @@ def _train(
         except KeyboardInterrupt:
             _note_end(folder, "cancelled")
             raise
-        except Exception as error:
-            _note_end(folder, "failed", error=str(error)[:2000])
+        except (Exception, SystemExit) as error:  # a part from outside may ask Python to end
+            text = str(error) if isinstance(error, FedstrataError) else in_words(error)
+            _note_end(folder, "failed", error=text[:2000])
             raise
         watch.finished(folder.path)
 
@@ -137,6 +148,11 @@ def _note_end(folder: RunFolder, status: str, **measured: Any) -> None:
     """Notes how a run ended, if that can still be written; what ended it is the error that counts."""
     with suppress(FedstrataError):
         folder.set_status(status, **measured)
+
+
+def _decided_by_rounds(built: Built) -> dict[str, Any]:
+    """What the planner makes of the planned number of rounds."""
+    return built.setup.method.planner.decided_by_rounds(built.setup.num_rounds)
 
 
 def _run_record(spec: ExperimentSpec, values: dict[str, Any], built: Built, base_dir: Path) -> dict[str, Any]:
@@ -151,6 +167,7 @@ def _run_record(spec: ExperimentSpec, values: dict[str, Any], built: Built, base
         "spec_hash": spec_hash(values),
         "spec": values,
         "parts": built.setup.method.to_config(),
+        "decided_by_rounds": _decided_by_rounds(built),
         **built.info,
         "measured": provenance(base_dir),
     }

@@ -14,7 +14,8 @@ from fedstrata.experiment.methods import build_downlink
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.method import Method
 from fedstrata.plan.checks import check_own_ranks
-from fedstrata.server.setup import RoundSetup
+from fedstrata.server.probe import CLIENT_SOURCE
+from fedstrata.server.setup import POOLED_CLIENT, RoundSetup
 from fedstrata.train.model import LoadedModel
 
 DEFAULT_STEPS = 5
@@ -61,7 +62,22 @@ def make_setup(spec: ExperimentSpec, method: Method, loaded: LoadedModel, data: 
         head=method.head or spec.adapter.head,
         threads=spec.compute.threads_per_client,
         exactness_values=spec.record.exactness_values if spec.record.exactness else 0,
+        examples_of=_examples_of(method, data),
     )
+
+
+def _examples_of(method: Method, data: SplitData) -> dict[str, dict[str, int]]:
+    """How many examples every client has of each set that it may be asked about."""
+    splits = data.splits
+    own = {
+        "client_validation": {c: len(s.validation) for c, s in splits.clients.items()},
+        CLIENT_SOURCE: {c: len(s.proxy) for c, s in splits.clients.items()},
+    }
+    if method.topology == "pooled":
+        own = {name: {POOLED_CLIENT: sum(sizes.values())} for name, sizes in own.items()}
+    ids = own[CLIENT_SOURCE]
+    shared = {"server_validation": len(splits.server_validation), "test": len(splits.test)}
+    return own | {name: dict.fromkeys(ids, size) for name, size in shared.items()}
 
 
 def server_layout(spec: ExperimentSpec, method: Method, loaded: LoadedModel) -> Layout:

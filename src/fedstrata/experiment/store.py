@@ -42,13 +42,19 @@ def spec_hash(resolved_spec: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical_json(counted)).hexdigest()
 
 
-def resume_hash(resolved_spec: Mapping[str, Any]) -> str:
+def resume_hash(resolved_spec: Mapping[str, Any], decided_by_rounds: Mapping[str, Any] | None = None) -> str:
     """Hash of everything that the rounds so far depend on.
 
     A constant learning rate does not know how many rounds will follow, so that a run can be extended; neither the
-    number of rounds nor the rule for stopping early counts then.
+    number of rounds nor the rule for stopping early counts then, only what the planner makes of that number.
+
+    Args:
+        resolved_spec: With every default.
+        decided_by_rounds: `Planner.decided_by_rounds` of the spec's number of rounds.
     """
     rounds = dict(resolved_spec["rounds"])
+    if decided_by_rounds:
+        rounds["decided"] = dict(decided_by_rounds)
     if resolved_spec["train"]["schedule"] == "constant":
         rounds.pop("count")
     for key in ("patience", "target"):

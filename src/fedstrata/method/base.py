@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from fedstrata.aggregate.base import Aggregator
 from fedstrata.codec.base import Codec
+from fedstrata.core.shape import AdapterKind
 from fedstrata.core.tensors import Kind
+from fedstrata.errors import ConfigError
 from fedstrata.objective.base import Objective
 from fedstrata.optimize.base import ServerOptimizer
 from fedstrata.optimize.optimizers import NoOptimizer
@@ -39,9 +42,50 @@ class PairRule:
     start: Literal["uniform", "orthonormal"] = "uniform"
     slices: Literal["leading", "drawn"] = "leading"
 
+    def __post_init__(self) -> None:
+        known = get_args(Kind)
+        named = {"trained": [k for kinds in self.trained for k in kinds], "local": self.local, "drawn": self.drawn}
+        problems = [
+            f"{n} names {k!r}: {', '.join(known)}" for n, kinds in named.items() for k in kinds if k not in known
+        ]
+        problems += [] if self.trained else ["trained is empty: name the kinds that are trained"]
+        problems += [] if self.start in ("uniform", "orthonormal") else [f"start = {self.start!r}"]
+        problems += [] if self.slices in ("leading", "drawn") else [f"slices = {self.slices!r}"]
+        if problems:
+            raise ConfigError("This is no rule for pairs", problems=problems)
+
     def trained_in(self, server_round: int) -> tuple[Kind, ...]:
         """Kinds that are trained in a round, from 1."""
         return self.trained[(server_round - 1) % len(self.trained)]
+
+
+_BASES: dict[str, type] = {
+    "planner": Planner,
+    "objective": Objective,
+    "codec": Codec,
+    "aggregator": Aggregator,
+    "selector": Selector,
+    "optimizer": ServerOptimizer,
+}
+_KNOWN: dict[str, tuple[Any, ...]] = {
+    "send": ("delta", "weights"),
+    "topology": ("federated", "pooled", "alone"),
+    "head": (None, "aggregate", "local"),
+    "skips_blocks": (False, True),
+}
+_SCALINGS = ("shared", "by_rank", "by_sketch")
+
+
+def _part_problem(name: str, part: Any, base: type) -> str:
+    """What keeps a value from being a part of a method; empty if nothing does."""
+    if not isinstance(part, base):
+        article = "an" if base.__name__[0] in "AO" else "a"
+        what = ", not its class" if isinstance(part, type) and issubclass(part, base) else ""
+        return f"{name} = {part!r:.100}: {article} {base.__name__}{what}"
+    frozen = getattr(getattr(type(part), "__dataclass_params__", None), "frozen", False)
+    if not frozen or not isinstance(getattr(part, "id", None), str):
+        return f'{name} = {part!r:.100}: its class must be a frozen dataclass with a class attribute `id = "…"`'
+    return ""
 
 
 @dataclass(frozen=True)
@@ -64,6 +108,9 @@ class Method:
         head: What happens to the head; None leaves it to the experiment.
         optimizer: What the server does with the accepted mean.
         skips_blocks: Whether a client's model consists of its trained blocks only.
+
+    Raises:
+        ConfigError: With every part that is none and every unknown word.
     """
 
     planner: Planner
@@ -80,6 +127,26 @@ class Method:
     head: Literal["aggregate", "local"] | None = None
     optimizer: ServerOptimizer = field(default_factory=NoOptimizer)
     skips_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [p for f, base in _BASES.items() if (p := _part_problem(f, getattr(self, f), base))]
+        problems += [
+            f"{name} = {getattr(self, name)!r}: {' or '.join(map(repr, known))}"
+            for name, known in _KNOWN.items()
+            if getattr(self, name) not in known
+        ]
+        for name, all_of in (("open_choices", get_args(Choice)), ("adapters", get_args(AdapterKind))):
+            wrong = sorted(map(str, set(getattr(self, name)) - set(all_of)))
+            if wrong or (name == "adapters" and not self.adapters):
+                problems.append(f"{name} = {sorted(map(str, getattr(self, name)))}: some of {', '.join(all_of)}")
+        scaling: Any = self.scaling
+        is_number = isinstance(scaling, int | float) and not isinstance(scaling, bool) and math.isfinite(scaling)
+        if scaling not in _SCALINGS and not (is_number and scaling > 0):
+            problems.append(f"scaling = {scaling!r}: a number above 0, or {' or '.join(map(repr, _SCALINGS))}")
+        if not isinstance(self.pairs, PairRule):
+            problems.append(f"pairs = {self.pairs!r}: a PairRule")
+        if problems:
+            raise ConfigError("These parts make no method", problems=problems)
 
     def to_config(self) -> dict[str, Any]:
         """The resolved parts, for the record."""

@@ -39,8 +39,10 @@ def fedadapter(
     """FedAdapter: in windows of rounds three groups train adapters as they are, one block deeper, or wider.
 
     1. A window opens with three candidates that compute the same function, because new parts start at zero.
-    2. Every client of a window trains one of them; each candidate is averaged on its own.
-    3. At the end of the window the candidate with the best validation score goes on; ties go to the smaller one.
+    2. Every client of a round trains one of them, dealt in turn, so that small cohorts train every candidate, too; each
+       candidate is averaged on its own.
+    3. At the end of the window the candidate with the best validation score goes on; ties go to the smaller one. All
+       are scored on the same examples; where clients keep their heads, with the heads that they hold now.
 
     Bytes and seconds of all groups count. It needs validation examples, on the server or on the clients.
 

@@ -39,7 +39,7 @@ def hetlora(
 
     1. Client k trains the first r_k rows of A and columns of B; its loss has the penalty
        λ·Σ_targets ‖B[:, m:]‖_F·‖A[m:, :]‖_F with m = ⌊γ·r_k⌋.
-    2. Where that tail shrank in this round, the client keeps rank m from now on (self-pruning).
+    2. Where that tail shrank in this round, the client keeps rank max(m, r_min) from now on (self-pruning).
     3. The server pads with zeros and averages with ω_k = ‖B_k·A_k‖_F / Σ_j ‖B_j·A_j‖_F per target.
 
     Args:
@@ -47,7 +47,7 @@ def hetlora(
             slower one.
         gamma: γ.
         decay: λ.
-        min_rank: The smallest rank of a client.
+        min_rank: r_min, the smallest rank that a client may shrink to.
         weight_by: Of the head, and of targets without any norm.
 
     References:

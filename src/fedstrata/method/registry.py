@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from fedstrata.discovery import PlugIn, place_of, plug_ins
+from fedstrata.discovery import PlugIn, foreign_code, is_own, no_reference, place_of, plug_ins
 from fedstrata.errors import ConfigError, FedstrataError, did_you_mean
 from fedstrata.method.base import Method
 from fedstrata.method.citation import Citation
-from fedstrata.registry import check_options
+from fedstrata.options import check_options
 
 GROUP = "fedstrata.methods"
 _SAME_ON_ALL = frozenset({"all", "last_k", "first_k", "exclusive"})
@@ -100,8 +100,9 @@ class MethodEntry:
         if self.stated is not None:
             return self.stated
         try:
-            return facts_of(self.make())
-        except (FedstrataError, TypeError):  # it needs options
+            with foreign_code("It needs options", where=self.name, do=""):
+                return facts_of(self.make())
+        except FedstrataError:
             return MethodFacts(paper="not stated", trains="it depends on its options", sends="it depends", exact=None)
 
     @property
@@ -125,7 +126,18 @@ class MethodRegistry:
     def register(
         self, facts: MethodFacts, *, aliases: tuple[str, ...] = ()
     ) -> Callable[[Callable[..., Method]], Callable[..., Method]]:
-        """Function decorator; the function's name is the method's."""
+        """Function decorator; the function's name is the method's.
+
+        Raises:
+            ConfigError: If it is put above a function without facts in brackets.
+        """
+        if not isinstance(facts, MethodFacts):
+            raise ConfigError(
+                "METHODS.register is given no facts",
+                where=place_of(facts) if inspect.isfunction(facts) else None,
+                expected="@METHODS.register(MethodFacts(trains=…, sends=…, exact=…)), or no decorator at all",
+                got=f"{facts!r}"[:200],
+            )
 
         def add(make: Callable[..., Method]) -> Callable[..., Method]:
             self.add(MethodEntry(make.__name__, make, facts, aliases))
@@ -176,6 +188,9 @@ class MethodRegistry:
             return self._load(installed[0], known)
         if known is not None:
             return known
+        wrong = no_reference(name)
+        if wrong is not None:
+            raise wrong
         if ".py:" in name:
             raise ConfigError(
                 f'The method "{name}" has not been loaded',
@@ -205,7 +220,7 @@ class MethodRegistry:
         values, problems = check_options(entry.make, options)
         if problems:
             raise ConfigError(f'Method "{entry.name}" has wrong options', problems=problems, where="method")
-        method = entry.make(**values)
+        method = self._made(entry, values)
         if not isinstance(method, Method):
             raise ConfigError(
                 f'The method "{entry.name}" does not make a method',
@@ -214,6 +229,19 @@ class MethodRegistry:
                 got=type(method).__name__,
             )
         return method
+
+    def _made(self, entry: MethodEntry, values: Mapping[str, Any]) -> Any:
+        """What the function returns; what is wrong with a function from outside is told with its place."""
+        if is_own(entry.make):
+            return entry.make(**values)
+        where = place_of(entry.make)
+        try:
+            with foreign_code(f'The method "{entry.name}" cannot be made', where=where, do="mend its function"):
+                return entry.make(**values)
+        except ConfigError as error:
+            if error.where is not None:
+                raise
+            raise ConfigError(error.what, where=where, expected=error.expected, got=error.got, do=error.do) from error
 
     def _known(self, name: str) -> MethodEntry | None:
         wanted = _plain(name)

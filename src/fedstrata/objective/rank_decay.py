@@ -21,12 +21,12 @@ class RankDecay(FinishingObjective):
         tail = Σ_targets ‖B[:, m:]‖_F · ‖A[m:, :]‖_F,    m = ⌊γ·r⌋,    penalty = λ·tail
 
     with r the client's rank. After training a client whose tail fell below its (positive) value at the start of the
-    round keeps rank m from then on, if r > r_min and m ≥ 1: it sends the leading m slices and says so as `kept_rank`.
+    round keeps rank max(m, r_min) from then on, if r > r_min: it sends the leading slices and says so as `kept_rank`.
 
     Args:
         gamma: γ, the share of slices that may stay, above 0 and below 1.
         weight: λ.
-        min_rank: r_min: a client at this rank does not shrink any more.
+        min_rank: r_min, 1 or more: no client shrinks below it, however small γ is.
 
     References:
         Cho et al., Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models, EMNLP 2024,
@@ -63,14 +63,14 @@ class RankDecay(FinishingObjective):
         return self.weight * total
 
     def finish(self, trained: Mapping[str, np.ndarray], start: Mapping[str, np.ndarray]) -> Finished:
-        """Keeps m slices where the tail shrank."""
+        """Keeps max(m, r_min) slices where the tail shrank."""
         ranks = {len(lora_A) for lora_A, _ in _pairs(trained)}
         if not ranks:
             return Finished()
         rank = max(ranks)
-        kept = self._kept(rank)
+        kept = max(self._kept(rank), self.min_rank)
         before, after = self._tail(start), self._tail(trained)
-        shrinks = before > 0 and after < before and rank > self.min_rank and kept >= 1
+        shrinks = before > 0 and after < before and rank > self.min_rank
         numbers = {"kept_rank": float(kept if shrinks else rank), "tail_before": before, "tail_after": after}
         return Finished(kept if shrinks else None, numbers)
 

@@ -86,6 +86,19 @@ class Planner(ABC):
     """Makes one plan per client and round. A planner is data; what it learns is its state."""
 
     id: ClassVar[str]
+    to_extend: ClassVar[str] = ""
+
+    def decided_by_rounds(self, num_rounds: int) -> dict[str, Any]:
+        """What the planner makes of R, the planned number of rounds: JSON-ready, by name; empty without such a thing.
+
+        Two runs that differ in R only plan alike as long as both have this in common, so that a run may be extended
+        to such an R and to no other. Whoever reads `PlanContext.num_rounds` must say so here; `to_extend` then tells
+        users what to choose for a run that can be extended.
+
+        Args:
+            num_rounds: R.
+        """
+        return {}
 
     @abstractmethod
     def init(self, shape: ModelShape, fleet: Fleet) -> dict[str, Any]:

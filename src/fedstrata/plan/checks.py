@@ -7,7 +7,9 @@ from typing import Any
 
 from fedstrata.core.shape import ModelShape
 from fedstrata.core.tensors import Stratum
+from fedstrata.core.wire import canonical_json
 from fedstrata.device.fleet import Fleet
+from fedstrata.discovery import place_of
 from fedstrata.errors import PlanError, did_you_mean
 from fedstrata.plan.base import PlanContext, RoundPlan, client_plan
 
@@ -94,8 +96,16 @@ def check_own_ranks(planner: str, ranks: Mapping[Stratum, int], max_rank: int, *
         is_set: Whether the user set it; a default gives way to the planner's own ranks.
 
     Raises:
-        PlanError: If a rank is above a `max_rank` that the user set.
+        PlanError: If a rank is no whole number, or above a `max_rank` that the user set.
     """
+    is_table = isinstance(ranks, Mapping) and all(type(r) is int and r >= 0 for r in ranks.values())
+    if not is_table:
+        raise PlanError(
+            f'The plan "{planner}" gives the server no ranks',
+            where="server_ranks",
+            expected="a whole number of 0 or more for every block",
+            got=f"{ranks!r}"[:200],
+        )
     largest = max(ranks.values(), default=0)
     if is_set and largest > max_rank:
         raise PlanError(
@@ -105,6 +115,32 @@ def check_own_ranks(planner: str, ranks: Mapping[Stratum, int], max_rank: int, *
             got=str(max_rank),
             do="raise adapter.max_rank, leave it out, or ask for smaller ranks",
         )
+
+
+def check_state(part: Any, state: Any, step: str) -> dict[str, Any]:
+    """The state that a planner or a selector handed back, if a checkpoint can hold it.
+
+    Args:
+        part: Whose it is.
+        state: What it handed back.
+        step: Which of its functions did.
+
+    Raises:
+        PlanError: If it is no table, or is not JSON: NaN, arrays and objects are not.
+    """
+    problem = "" if isinstance(state, Mapping) else f"{state!r}"
+    try:
+        canonical_json(state)
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    if problem:
+        raise PlanError(
+            f'The state of "{part.id}" cannot be stored',
+            where=f"{place_of(type(part))}, {step}",
+            expected="a dict of numbers, texts, lists and dicts, without NaN",
+            got=problem[:200],
+        )
+    return dict(state)
 
 
 def trainable_blocks(context: PlanContext) -> list[int]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from fedstrata.core.rng import generator, sample_without_replacement
 from fedstrata.core.tensors import HEAD, stratum_name
+from fedstrata.core.wire import canonical_json
 from fedstrata.errors import PlanError
 from fedstrata.plan.base import ClientPlan, PlanContext, RoundPlan
 
@@ -48,6 +49,14 @@ def check_round_plan(plan: RoundPlan, context: PlanContext) -> None:
         PlanError: If nobody would train anything; or with every mistake at once: clients out of order, repeated or
             not in the cohort, strata that do not exist, ranks that are not between 1 and the server's.
     """
+    if not isinstance(plan, RoundPlan) or not all(isinstance(p, ClientPlan) for p in plan.clients):
+        raise PlanError(
+            "A planner handed back no plan", expected="a RoundPlan of ClientPlans, and a state", got=f"{plan!r}"[:200]
+        )
+    try:
+        canonical_json(dict(plan.why))
+    except (TypeError, ValueError) as error:
+        raise PlanError("A plan's reasons cannot be recorded", where="RoundPlan.why", got=f"{error}"[:200]) from error
     clients = [p.client for p in plan.clients]
     problems = [f'client "{c}" is not in this round\'s cohort' for c in clients if c not in context.cohort]
     if clients != sorted(set(clients)):
@@ -77,6 +86,8 @@ def _client_problems(plan: ClientPlan, context: PlanContext) -> list[str]:
             known = largest.get(stratum, 1 if stratum == HEAD and verb == "read" else None)
             if known is None:
                 problems.append(f"client {plan.client} cannot {verb} {stratum_name(stratum)}: nothing to train there")
+            elif type(rank) is not int:
+                problems.append(f"client {plan.client} would {verb} {stratum_name(stratum)} at rank {rank!r}")
             elif not 0 <= rank <= known:
                 what = f"client {plan.client} would {verb} {stratum_name(stratum)} at rank {rank}"
                 problems.append(f"{what}, the server has {known}")

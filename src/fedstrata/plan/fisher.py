@@ -17,7 +17,7 @@ from fedstrata.plan.checks import kind_problems, refuse, trainable_blocks, unifo
 from fedstrata.plan.defaults import counts_of
 from fedstrata.plan.importance import Control, Mapped
 from fedstrata.plan.patterns import Pattern
-from fedstrata.plan.scoring import NO_SCORES, FisherOn, Importance, Scoring, Source
+from fedstrata.plan.scoring import NO_SCORES, TO_EXTEND, FisherOn, Importance, Scoring, Source
 
 
 @PLANNERS.register
@@ -51,6 +51,7 @@ class FisherBlocks(AskingPlanner):
     """
 
     id: ClassVar[str] = "fisher"
+    to_extend: ClassVar[str] = TO_EXTEND
     strata: dict[str, int] | None = None
     importance: Importance = "fisher"
     source: Source = "client_heldout"
@@ -60,6 +61,10 @@ class FisherBlocks(AskingPlanner):
     control: Control = "none"
     refresh: int | None = None
     warm_rounds: int = 0
+
+    def decided_by_rounds(self, num_rounds: int) -> dict[str, Any]:
+        """T_FIM and T_warm, where they are left out."""
+        return Scoring.of(self).decided_by_rounds(num_rounds)
 
     def init(self, shape: ModelShape, fleet: Fleet) -> dict[str, Any]:
         """No scores yet.
@@ -122,6 +127,7 @@ class CoDesign(AskingPlanner):
     """
 
     id: ClassVar[str] = "hello"
+    to_extend: ClassVar[str] = TO_EXTEND
     strata: dict[str, int] | None = None
     pattern: Pattern = "bottleneck"
     importance: Importance = "fisher"
@@ -132,6 +138,10 @@ class CoDesign(AskingPlanner):
     control: Control = "none"
     refresh: int | None = None
     warm_rounds: int | None = None
+
+    def decided_by_rounds(self, num_rounds: int) -> dict[str, Any]:
+        """T_FIM and T_warm, where they are left out."""
+        return Scoring.of(self).decided_by_rounds(num_rounds)
 
     def init(self, shape: ModelShape, fleet: Fleet) -> dict[str, Any]:
         """No scores yet.

@@ -15,6 +15,7 @@ Importance: TypeAlias = Literal["fisher", "updates"]
 Source: TypeAlias = Literal["client_heldout", "public", "other_domain", "random_tokens", "test_leaky"]
 FisherOn: TypeAlias = Literal["factors", "weight"]
 
+TO_EXTEND = "a run with `refresh` set to a number can be extended"
 NO_SCORES: dict[str, Any] = {"scores": None, "chances": None, "scored_round": 0, "updates": {}}
 """State before the first scores."""
 
@@ -57,6 +58,13 @@ class Scoring:
         """T_warm and T_FIM for R rounds."""
         refresh = self.refresh or max(1, math.floor(num_rounds / 10 + 0.5))
         return (refresh if self.warm_rounds is None else self.warm_rounds), refresh
+
+    def decided_by_rounds(self, num_rounds: int) -> dict[str, Any]:
+        """T_warm and T_FIM, where they follow from R."""
+        if self.refresh is not None:
+            return {}
+        warm, refresh = self.schedule(num_rounds)
+        return {"refresh": refresh} if self.warm_rounds is not None else {"refresh": refresh, "warm_rounds": warm}
 
     def is_due(self, context: PlanContext) -> bool:
         """Whether scores are computed at the start of this round: T_warm + 1, then every T_FIM rounds."""

@@ -27,9 +27,12 @@ class Windows(ContestPlanner):
         same: (depth, width),    deeper: (depth + 1, width),    wider: (depth, width + step)
 
     which all compute the same function: what is added starts with a zero up-projection. Candidates beyond L blocks or
-    the largest width are left out. Clients are dealt to the candidates anew in every window, by
-    generator(seed, "groups", window). After the last round of a window the candidates are scored on validation
-    examples; the best goes on, the smaller one on a tie, and its state opens the next window.
+    the largest width are left out. Clients are dealt to the candidates anew in every window: those of a cohort take
+    turns in an order of the whole fleet from generator(seed, "groups", window). Where a round invites only some
+    clients, it begins with the turn at which the round before it ended, so that cohorts of one or two train every
+    candidate as well; a last window too short for that has fewer candidates. After the last round of a window the
+    candidates are scored on validation examples; the best goes on, the smaller one on a tie, and its state opens the
+    next window.
 
     Args:
         window: Rounds per window.
@@ -44,11 +47,16 @@ class Windows(ContestPlanner):
     """
 
     id: ClassVar[str] = "windows"
+    to_extend: ClassVar[str] = "a run whose rounds.count is a multiple of `window` can be extended to another multiple"
     window: int = 5
     start_depth: int = 1
     start_width: int = 8
     step: int = 8
     max_width: int = 64
+
+    def decided_by_rounds(self, num_rounds: int) -> dict[str, Any]:
+        """The round that cuts the last window short; empty where every window is whole."""
+        return {"last window ends in round": num_rounds} if num_rounds % max(self.window, 1) else {}
 
     def init(self, shape: ModelShape, fleet: Fleet) -> dict[str, Any]:
         """Depth and width of the first window.
@@ -72,8 +80,12 @@ class Windows(ContestPlanner):
         return dict.fromkeys(shape.blocks, self.max_width)
 
     def plan(self, state: dict[str, Any], context: PlanContext) -> tuple[RoundPlan, dict[str, Any]]:
-        """Every client trains its candidate's adapters and the head."""
-        candidates = self._candidates(state, context)
+        """Every client trains its candidate's adapters and the head.
+
+        Raises:
+            PlanError: If no window is long enough for its cohorts to train every candidate.
+        """
+        candidates = self._within_reach(self._candidates(state, context), context)
         dealt = self._dealt(list(candidates), context)
         blocks = trainable_blocks(context)
         plans = []
@@ -121,12 +133,33 @@ class Windows(ContestPlanner):
         return found
 
     def _dealt(self, names: list[str], context: PlanContext) -> dict[str, str]:
-        """Which candidate each client of the cohort trains: dealt in turn, in a drawn order of the whole fleet."""
+        """Which candidate each client of the cohort trains: dealt in turn, in a drawn order of the whole fleet.
+
+        The turns of a window go on from round to round; where all clients take part in every round, and suffice, they
+        keep theirs.
+        """
         rng = generator(context.seed, "groups", self._window_of(context.server_round))
         ids = sorted(context.fleet.ids)
         place = {ids[int(i)]: turn for turn, i in enumerate(rng.permutation(len(ids)))}
         order = sorted(context.cohort, key=place.__getitem__)
-        return {client: names[turn % len(names)] for turn, client in enumerate(order)}
+        is_settled = len(order) == len(ids) >= len(names)
+        first = 0 if is_settled else (context.server_round - 1) % self.window * len(order)
+        return {client: names[turn % len(names)] for turn, client in enumerate(order, first)}
+
+    def _within_reach(self, candidates: dict[str, tuple[int, int]], context: PlanContext) -> dict[str, tuple[int, int]]:
+        """The candidates that this window's cohorts can train, all of them unless it is cut short."""
+        each = len(context.cohort)
+        longest = min(self.window, context.num_rounds or self.window)
+        if longest * each < len(candidates):
+            raise PlanError(
+                f'The plan "{self.id}" cannot try out its candidates',
+                expected=f"{len(candidates)} or more clients in the rounds of a window: {', '.join(candidates)}",
+                got=f"a window of {longest} with {each} in each round",
+                do="raise window, rounds.count or rounds.clients_per_round",
+            )
+        end = (self._window_of(context.server_round) + 1) * self.window
+        rounds = self.window - max(0, end - (context.num_rounds or end))
+        return dict(list(candidates.items())[: rounds * each])
 
     def _window_of(self, server_round: int) -> int:
         return (server_round - 1) // self.window

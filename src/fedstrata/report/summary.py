@@ -161,7 +161,8 @@ def _go_on(summary: Mapping[str, Any], run_record: Mapping[str, Any]) -> tuple[s
     rounds = run_record["spec"]["rounds"]
     if summary["stop_reason"] == "patience":
         return "go on with more patience", f" --set rounds.patience={2 * rounds['patience']}"
-    if summary["stop_reason"] != "count" or run_record["spec"]["train"]["schedule"] != "constant":
+    fixed = run_record["spec"]["train"]["schedule"] != "constant" or run_record.get("decided_by_rounds")
+    if summary["stop_reason"] != "count" or fixed:
         return None
     return "train further; the result equals a run planned that long", f" --set rounds.count={2 * rounds['count']}"
 

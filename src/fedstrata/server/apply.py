@@ -13,6 +13,7 @@ from fedstrata.core.merges import BaseLog
 from fedstrata.core.tensors import NamedTensors, stratum_order
 from fedstrata.message import rank_keys
 from fedstrata.optimize.base import OptimizerState
+from fedstrata.plan.checks import check_state
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.select.base import SelectContext
 from fedstrata.server.setup import RoundSetup
@@ -65,7 +66,7 @@ def apply_proposal(setup: RoundSetup, state: ServerState, proposal: Proposal, se
     return Applied(
         tensors=state.tensors | accepted.tensors,
         versions=dict(state.versions) | {str(s): server_round for s in accepted.holders},
-        selector=selector_state,
+        selector=check_state(setup.method.selector, selector_state, "select"),
         base=state.base.append(accepted.base_update),
         optimizer=optimizer_state,
         record={"holders": rank_keys(holders), "exactness": None, "selection": selection, "statistics": statistics},

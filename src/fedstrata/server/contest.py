@@ -12,7 +12,7 @@ from fedstrata.plan.base import ContestPlanner
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.failure import ClientFailure
 from fedstrata.server.apply import Applied
-from fedstrata.server.evaluate import evaluate_on_clients
+from fedstrata.server.evaluate import Split, evaluate_on_clients
 from fedstrata.server.setup import Engine, RoundSetup
 
 MAIN = ""
@@ -45,9 +45,14 @@ def decide(
 ) -> Outcome:
     """The one model, or with several candidates the first of them until they are judged, and then the best.
 
+    All candidates are judged on the same validation examples: the server's, or every client's. Where clients keep
+    strata to themselves (a local head), those with an accepted reply are asked, and each of them uses what it holds
+    after this round, whichever candidate it was trained beside; the server's own model has no such strata to be
+    judged with, so that clients then score the server's examples, too.
+
     Args:
         setup: What all rounds share.
-        state: Before this round.
+        state: Before this round, with the replies that were accepted in it.
         applied: Per group, what the round made of it.
         planner_state: The planner's.
         engine: Evaluates on clients.
@@ -81,14 +86,18 @@ def _judge(
     scores: dict[str, dict[str, float]] = {}
     down, up = SectionBytes(), SectionBytes()
     failures: list[ClientFailure] = []
+    split: Split = "client_validation" if setup.server_score is None else "server_validation"
+    asked = state.accepted if setup.is_personal else setup.workers.ids
     for group, tensors in sorted(groups.items()):
         candidate = replace(state, tensors=tensors, server_round=server_round)
-        if setup.server_score is not None:
+        if setup.server_score is not None and not setup.is_personal:
             found = setup.server_score(candidate)
             scores[group] = {"accuracy": found["accuracy"], "loss": found["loss"]}
             continue
-        answers = evaluate_on_clients(setup, candidate, engine, "client_validation", setup.workers.ids)
-        down, up, failures = down + answers.downlink, up + answers.uplink, [*failures, *answers.failures]
+        answers = evaluate_on_clients(setup, candidate, engine, split, asked)
+        if split == "client_validation":  # the server's examples on clients are no traffic that a deployment would have
+            down, up = down + answers.downlink, up + answers.uplink
+        failures = [*failures, *answers.failures]
         total = {k: sum(s[k] for s in answers.sums.values()) for k in ("num_examples", "loss_sum", "num_correct")}
         if total["num_examples"]:
             accuracy, loss = (total[k] / total["num_examples"] for k in ("num_correct", "loss_sum"))

@@ -9,7 +9,7 @@ from typing import Literal
 from fedstrata.core.tensors import HEAD, Stratum
 from fedstrata.core.wire import REPLY, Bytes, SectionBytes, frame_sections, unpack_frame
 from fedstrata.errors import PayloadError
-from fedstrata.message import Reply, Task, rank_keys, reply_header
+from fedstrata.message import Reply, Task, check_count, rank_keys, reply_header
 from fedstrata.plan.base import ClientPlan
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.failure import ClientFailure
@@ -79,6 +79,8 @@ def evaluate_on_clients(
         keep(state.server_round, client, "evaluation-up", answer)
         try:
             reply = _read(answer, client, max(state.server_round, 1))
+            known = setup.examples_of.get(split, {}).get(client)
+            check_count(reply.num_examples, known, f"evaluation of client {client}")
         except PayloadError as error:
             up += SectionBytes(values=len(answer))
             failures.append(ClientFailure(client, state.server_round, "bad reply", str(error)))

@@ -49,6 +49,7 @@ def predicted(setup: RoundSetup, mine: Traffic) -> RoundTime:
         mine.down.total,
         mine.up.total,
         adapter=setup.adapter,
+        skips_blocks=setup.method.skips_blocks,
     )
 
 

@@ -13,7 +13,7 @@ from fedstrata.core.tensors import HEAD, Stratum
 from fedstrata.core.wire import REPLY, Bytes, SectionBytes, frame_sections, unpack_frame
 from fedstrata.device.cost import predict_client_seconds
 from fedstrata.errors import ConfigError, PayloadError
-from fedstrata.message import FISHER, rank_keys, reply_header
+from fedstrata.message import FISHER, check_count, rank_keys, reply_header
 from fedstrata.plan.base import AskingPlanner, ClientPlan, Probes
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.failure import ClientFailure
@@ -112,11 +112,14 @@ def _ask_clients(
             continue
         keep(server_round, client, "probe-up", reply)
         try:
-            answers[client] = read(reply, client, server_round)
+            answer = read(reply, client, server_round)
+            where = f"probe of client {client} in round {server_round}"
+            check_count(answer["count"], _expected_count(setup, probes, client), where)
         except PayloadError as error:
             up += SectionBytes(values=len(reply))
             failures.append(ClientFailure(client, server_round, "bad reply", str(error)))
             continue
+        answers[client] = answer
         mine = frame_sections(reply)
         up += mine
         seconds.append(_seconds(setup, client, answers[client]["count"], sent[client].total, mine.total))
@@ -128,6 +131,15 @@ def _ask_clients(
         counts = {client: {"count": answer["count"]} for client, answer in answers.items()}
         return Asked(counts, record, frames_log(setup, answers))
     return Asked(answers, record)
+
+
+def _expected_count(setup: RoundSetup, probes: Probes, client: str) -> int | None:
+    """How many examples a client answers with: its held-out or training ones, at most as many as were asked for."""
+    known = setup.examples_of.get(CLIENT_SOURCE, {}).get(client)
+    if probes.kind == "gradient":
+        known = setup.workers[client].num_examples
+    most = probes.options.get("examples")
+    return known if known is None or most is None else min(known, int(most))
 
 
 def _seconds(setup: RoundSetup, client: str, count: int, down: int, up: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -52,6 +52,8 @@ class RoundSetup:
         server_score: Validation accuracy and loss of a state, on examples of the server's; None where clients own them.
         server_probe: Answers a planner's probe with the server's own examples: the state and the probe's options give
             `{"sums": {block: number}, "count": examples}`.
+        examples_of: Per set of examples beside the training ones (`client_heldout`, `client_validation`,
+            `server_validation`, `test`) how many each client has of it; what is not there is not known.
     """
 
     method: Method
@@ -74,6 +76,7 @@ class RoundSetup:
     kind: AdapterKind | None = None
     server_score: Callable[[ServerState], Mapping[str, float]] | None = None
     server_probe: Callable[[ServerState, Mapping[str, Any]], Mapping[str, Any]] | None = None
+    examples_of: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @cached_property
     def adapter(self) -> AdapterKind:

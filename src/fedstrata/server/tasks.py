@@ -11,6 +11,7 @@ from fedstrata.core.tensors import HEAD, Kind, stratum_order
 from fedstrata.device.plan_cost import PlanCost
 from fedstrata.message import Task, rank_keys
 from fedstrata.plan.base import ClientPlan, InvitingPlanner, PlanContext, RoundPlan
+from fedstrata.plan.checks import check_state
 from fedstrata.plan.cohort import check_round_plan, draw_cohort
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.registry import to_config
@@ -34,9 +35,11 @@ def plan_round(
     """
     server_round = state.server_round + 1
     context = replace(plan_context(setup, cohort_of(setup, server_round), server_round), answers=answers or {})
-    plan, planner_state = setup.method.planner.plan(dict(state.planner), context)
+    planner = setup.method.planner
+    made = planner.plan(dict(state.planner), context)
+    plan, planner_state = made if isinstance(made, tuple) and len(made) == 2 else (made, state.planner)
     check_round_plan(plan, context)
-    return plan, planner_state
+    return plan, check_state(planner, planner_state, "plan")
 
 
 def cohort_of(setup: RoundSetup, server_round: int) -> tuple[str, ...]:
@@ -76,6 +79,7 @@ def plan_cost(setup: RoundSetup) -> PlanCost:
         adapter=setup.adapter,
         up_bytes_per_value=per_value[0],
         down_bytes_per_value=per_value[1],
+        skips_blocks=setup.method.skips_blocks,
     )
 
 
