@@ -128,7 +128,7 @@ def test_the_folder_of_a_run_that_moves_the_base_holds_no_copy_of_it(runs: Any) 
     folder = runs("long", method={"name": "flora"}, rounds__count=24, train__local_steps=1)
     layout, base_bytes = runs.built(folder).setup.layout, runs.read(folder, "run")["base_bytes"]
     maps = sum(layout[f"{t}.lora_B"].shape[0] * layout[f"{t}.lora_A"].shape[1] for t in layout.targets)
-    limit = 4 * (2 * maps + layout.num_values) + 8_000  # and headers
+    limit = 4 * (2 * maps + layout.num_values) + 12_000  # and headers
     assert limit < base_bytes / 1.5
     sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*.safetensors")}
     assert {"site/base.safetensors", "checkpoint/state.safetensors", "adapter/adapter_model.safetensors"} <= set(sizes)
