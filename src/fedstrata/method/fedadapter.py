@@ -40,7 +40,8 @@ def fedadapter(
 
     1. A window opens with three candidates that compute the same function, because new parts start at zero.
     2. Every client of a window trains one of them; each candidate is averaged on its own.
-    3. At the end of the window the candidate with the best validation score goes on; ties go to the smaller one.
+    3. At the end of the window the candidate with the best validation accuracy goes on, of equal ones that with the
+       lower loss (ours: few examples tie often), of equal ones again the smaller.
 
     Bytes and seconds of all groups count. It needs validation examples, on the server or on the clients.
 
