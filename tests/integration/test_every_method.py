@@ -11,8 +11,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedstrata.errors import ConfigError, FedstrataError
+from fedstrata.experiment.load import load_spec
+from fedstrata.experiment.planning import plan_table
+from fedstrata.experiment.watch import SilentWatch
 from fedstrata.method import METHODS
 from fedstrata.record.checkpoint import load_checkpoint
+from fedstrata.report.terminal import print_summary
 
 pytestmark = pytest.mark.engine
 
@@ -80,6 +84,64 @@ def test_clients_score_blocks_with_examples_that_nobody_trains_on(runs: Any) -> 
     plain = runs.read(runs("plain", method={"name": "fedit"}, rounds__count=1), "run")
     trained = {c["client"]: c["num_examples"] for c in run["clients"]}
     assert all(trained[c["client"]] < c["num_examples"] for c in plain["clients"])
+
+
+def test_all_arms_of_fed_hello_train_on_the_same_examples(runs: Any) -> None:
+    """The held-out share is left out of training by arms that score nothing, too, unless the file says otherwise."""
+    scored = runs.read(runs("hello", method={"name": "fed_hello"}, rounds__count=1), "run")
+    held_out = scored["data"]["scoring"][0]["per_client"]
+    arms = ({"arm": "pattern"}, {"arm": "random_pattern"}, {"arm": "uniform"}, {"importance": "updates"},
+            {"source": "random_tokens"})  # fmt: skip
+    for i, options in enumerate(arms):
+        run = runs.read(runs(f"arm{i}", method={"name": "fed_hello", **options}, rounds__count=1), "run")
+        assert run["data"]["held_out"] == held_out
+        assert run["clients"] == scored["clients"]
+        assert run["data"]["sha256"]["splits"] == scored["data"]["sha256"]["splits"]
+    pattern = {"name": "fed_hello", "arm": "pattern"}
+    everything = runs.read(runs("all", method=pattern, rounds__count=1, data__client_proxy_fraction=0.0), "run")
+    assert "held_out" not in everything["data"]
+    assert all(
+        a["num_examples"] > b["num_examples"] for a, b in zip(everything["clients"], scored["clients"], strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"name": "fed_sb", "init": "orthonormal"}, "not Fed-SB as published"),
+        ({"name": "fed_hello", "source": "test_leaky"}, "never for a comparison"),
+    ],
+)
+def test_a_variant_that_must_not_be_taken_for_the_method_says_so(
+    runs: Any, capsys: Any, options: dict[str, Any], word: str
+) -> None:
+    folder = runs("variant", method=options, rounds__count=2)
+    assert any(word in note for note in runs.read(folder, "run")["notes"])
+    print_summary(folder, runs.read(folder, "summary"), runs.read(folder, "run"))
+    assert word in " ".join(capsys.readouterr().out.split())
+    usual = runs.read(runs("usual", method={"name": options["name"]}, rounds__count=1), "run")
+    assert not any(word in note for note in usual["notes"])
+
+
+def test_the_folder_of_a_run_that_moves_the_base_holds_no_copy_of_it(runs: Any) -> None:
+    """Factors, or sums of the adapted maps: at most twice their numbers beside the server's own tensors."""
+    folder = runs("long", method={"name": "flora"}, rounds__count=24, train__local_steps=1)
+    layout, base_bytes = runs.built(folder).setup.layout, runs.read(folder, "run")["base_bytes"]
+    maps = sum(layout[f"{t}.lora_B"].shape[0] * layout[f"{t}.lora_A"].shape[1] for t in layout.targets)
+    limit = 4 * (2 * maps + layout.num_values) + 12_000  # and headers
+    assert limit < base_bytes / 1.5
+    sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*.safetensors")}
+    assert {"site/base.safetensors", "checkpoint/state.safetensors", "adapter/adapter_model.safetensors"} <= set(sizes)
+    assert all(size <= limit for size in sizes.values())
+
+
+@pytest.mark.parametrize(("name", "needs"), [("flexlora", "all updates"), ("krum", "all updates"), ("fedavg", "sum")])
+def test_the_plan_knows_what_the_server_keeps(runs: Any, tiny: Any, name: str, needs: str) -> None:
+    table = plan_table(*load_spec(tiny(method__name=name)), 1, SilentWatch())
+    assert table["server"]["needs"] == needs
+    values = sum(c["uplink_bytes"] for c in table["clients"])
+    kept = table["server"]["update_bytes"]
+    assert kept == 0 if needs == "sum" else 0.8 * values < kept < values  # the uplink without its headers
 
 
 @pytest.mark.parametrize("source", ["public", "random_tokens", "test_leaky"])

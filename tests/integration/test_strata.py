@@ -11,9 +11,11 @@ from torch import nn
 
 from fedstrata.core.shape import global_layout
 from fedstrata.errors import ModelError
+from fedstrata.method import METHODS
 from fedstrata.train.config import AdapterConfig
 from fedstrata.train.strata import find_blocks, shape_of
 
+SENDS = ("delta", "weights")
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT = SMALL | {"vocab_size": 300}
 CONFIGS: dict[str, Any] = {
@@ -94,6 +96,41 @@ def test_block_1_of_12_is_not_block_10_or_11() -> None:
     assert {s.target.split(".")[3] for s in layout} == {"1"}
     assert len(layout) == 4  # A and B of query and value
     assert {t.block for t in shape.targets} == set(range(12))
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_parameters_of_12_blocks_are_told_apart_by_position(architecture: str) -> None:
+    """In full tuning, too: freezing block 1 must leave 10 and 11 alone."""
+    path = EXPECTED[architecture][0]
+    shape = shape_of(build(architecture, 12), AdapterConfig())
+    assert shape.num_blocks == 12
+    for spec in shape.parameters:
+        if isinstance(spec.stratum, int):
+            assert spec.name.startswith(f"{path}.{spec.stratum}."), spec.name
+    assert len({sum(p.stratum == b for p in shape.parameters) for b in range(12)}) == 1
+    one = global_layout(shape, "full", {1: 1})
+    assert {s.name.removeprefix(path + ".").split(".")[0] for s in one if s.stratum == 1} == {"1"}
+    assert all(s.stratum == 1 for s in one if s.name.startswith(path))
+
+
+def test_a_published_size_of_an_adapter_is_ours() -> None:
+    """Llama-2-7B, rank 64 on all seven maps: 159.9 million numbers, as many in a difference as in the weights."""
+    with torch.device("meta"):
+        model = tf.LlamaForSequenceClassification(
+            tf.LlamaConfig(
+                vocab_size=32000,
+                hidden_size=4096,
+                intermediate_size=11008,
+                num_hidden_layers=32,
+                num_attention_heads=32,
+            )
+        )
+    shape = shape_of(model, AdapterConfig(max_rank=64, targets="all-linear"))
+    layout = global_layout(shape, "lora", {b: 64 for b in range(32)})
+    assert len(shape.targets) == 32 * 7
+    assert layout.num_values == 159_907_840
+    delta, weights = (METHODS.build("gradualdiff", {"send": send}).codec.max_bytes(layout) for send in SENDS)
+    assert delta == weights == (4 * 159_907_840 // 64, 159_907_840 // 2)
 
 
 def test_conv1d_and_grouped_heads_have_their_true_sizes() -> None:

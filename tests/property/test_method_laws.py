@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstrata.aggregate import CohortMean
+from fedstrata.aggregate import CohortMean, RankSliceMean
 from fedstrata.core.rng import generator
 from fedstrata.core.tensors import HEAD
 from fedstrata.errors import PlanError, RoundError
 from fedstrata.optimize import Momentum
-from fedstrata.plan import PLANNERS
+from fedstrata.plan import PLANNERS, ClientRanks
 from fedstrata.plan.base import ContestPlanner
 
 Case = tuple[str, str]
@@ -258,6 +258,15 @@ def test_a_plan_without_a_change_is_a_warning_with_its_reason(lab: Any, case: Ca
 def test_a_round_in_which_nobody_would_train_is_refused(lab: Any, name: str, options: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match="obody would train"):
         lab.world(lab.method(name, **options), sizes=SIZES, head="frozen").round()
+
+
+def test_ranks_that_the_mean_cannot_take_are_refused_before_anything_is_sent(lab: Any) -> None:
+    method = lab.method("fedavg").with_parts(planner=ClientRanks({"big": 3, "small": 2}))
+    world = lab.world(method, sizes=SIZES)
+    with pytest.raises(PlanError, match=r"client \w+ would train block 0 at rank 2, the server has 3 \(and \d+ more"):
+        world.round()
+    assert not world.payloads
+    lab.world(method.with_parts(aggregator=RankSliceMean()), sizes=SIZES).round()
 
 
 def test_only_the_named_stream_decides_who_is_drawn(lab: Any) -> None:

@@ -101,6 +101,20 @@ def test_fedex_puts_the_residual_into_the_base():
     assert close(effective(proposal, 2.0), stacked(terms_of(case)).dense(), FLOAT32)
 
 
+@pytest.mark.parametrize("part", [Fedex(), Stack(), ProductMean(), Raflora()], ids=lambda p: p.id)
+def test_nothing_is_transposed_on_a_square_map(part):
+    """Where out = in, a transposed product would fit: the result must still be the mean product itself."""
+    rng = np.random.default_rng(3)
+    pairs = [(rng.standard_normal((2, 4)), rng.standard_normal((4, 2))) for _ in range(2)]
+    updates = [pair(f"c{k}", 1 + 2 * k, a, b) for k, (a, b) in enumerate(pairs)]
+    expected = sum(
+        q * 2.0 * b.astype(np.float32) @ a.astype(np.float32) for q, (a, b) in zip((0.25, 0.75), pairs, strict=True)
+    )
+    proposal = merge(part, updates, 4, 2.0, layout=pair_layout(2 if part.id in ("fedex", "stack") else 4, 4, 4))
+    assert close(effective(proposal, 2.0), expected, 1e-5)
+    assert not np.allclose(expected, expected.T, atol=0.1)
+
+
 def test_the_residual_of_k_clients_has_k_minus_one_times_r_directions():
     """Two clients of rank 2: 2 directions where the plain sum over k of (B_k − B̄)(A_k − Ā) stacks 4."""
     rng = np.random.default_rng(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from fedstrata.method import METHODS
 from fedstrata.optimize import OPTIMIZERS, Adam, Momentum, NoOptimizer, check_coordinates
 from fedstrata.record.checkpoint import ServerState, load_checkpoint, save_checkpoint
 from fedstrata.select import AcceptLast
-from fedstrata.server.apply import apply_proposal, mean_squared_delta, unchanged
+from fedstrata.server.apply import agreement, apply_proposal, mean_squared_delta, unchanged
 from fedstrata.server.setup import RoundSetup
 
 HEAD_SPEC = TensorSpec("classifier.bias", (3,), HEAD)
@@ -201,3 +202,16 @@ def test_the_mean_squared_delta_counts_every_entry_of_every_holder() -> None:
     applied = apply_proposal(setup_of(), STATE, proposal_of((1, HEAD), moments=moments), 4)
     assert applied.record["statistics"]["mean_squared_delta"] == found
     assert "mean_squared_delta" not in apply_proposal(setup_of(), STATE, proposal_of((1,)), 4).record["statistics"]
+
+
+def test_agreement_over_clients_is_the_zico_score_of_strata_with_four_holders() -> None:
+    """Δ = 1, 1, 3, 3 of four holders in every entry: mean 2, std 1, so that log Σ_ω 2 over 8 entries of A is log 16."""
+    moments = {
+        "layers.1.q.lora_A": (np.full((2, 4), 8.0), np.full((2, 4), 20.0)),
+        "layers.1.q.lora_B": (np.full((5, 2), 8.0), np.full((5, 2), 20.0)),
+        "layers.2.q.lora_A": (np.full((2, 4), 6.0), np.full((2, 4), 14.0)),
+    }
+    proposal = replace(proposal_of((1, 2), moments=moments), holders={1: 4, 2: 3})
+    found = agreement(proposal)
+    assert found == {"1": pytest.approx(math.log(16) + math.log(20))}
+    assert apply_proposal(setup_of(), STATE, proposal, 4).record["statistics"]["zico_clients"] == found

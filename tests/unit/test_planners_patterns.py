@@ -384,6 +384,15 @@ def test_importance_without_a_proxy_comes_from_the_updates():
     }
 
 
+def test_agreement_over_clients_may_score_blocks_too():
+    """Each importance reads its own statistic; a logarithm below 0 counts as 0."""
+    statistics = {"mean_squared_delta": {"0": 9.0}, "zico_clients": {"0": 4.0, "11": -2.0}}
+    planner = CoDesign(SIZES, importance="zico_clients")
+    state = planner.observe(planner.init(WORLD.shape, WORLD.fleet), {"statistics": statistics})
+    plan, state = planner.plan(state, replace(WORLD, server_round=3))
+    assert plan.why["scores"] == {str(b): {0: 4.0, 11: 0.0}.get(b, 2.0) for b in range(12)}
+
+
 def test_wrong_schedules_are_refused():
     with pytest.raises(PlanError) as error:
         FisherBlocks(SIZES, refresh=0, examples=0, warm_rounds=-1).init(WORLD.shape, WORLD.fleet)

@@ -215,6 +215,14 @@ def test_the_plan_shows_coverage_and_totals(capsys: Capture) -> None:
     assert "upper bound" not in out
 
 
+def test_the_plan_says_when_the_server_must_keep_all_replies(capsys: Capture) -> None:
+    keeps = "The server keeps the replies of a round until its end, because median needs all of them at once: 3.0 MB."
+    print_plan(plan_table() | {"server": {"aggregator": "median", "needs": "all updates", "update_bytes": 3_000_000}})
+    assert keeps in words(capsys.readouterr().out)
+    print_plan(plan_table() | {"server": {"aggregator": "holders_mean", "needs": "sum", "update_bytes": 0}})
+    assert "The server keeps" not in capsys.readouterr().out
+
+
 def test_neighbors_with_equal_coverage_share_a_line(capsys: Capture) -> None:
     print_plan(plan_table(num_blocks=32))
     lines = [line.split("  ")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]

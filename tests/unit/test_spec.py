@@ -138,17 +138,38 @@ def test_the_schema_describes_every_table() -> None:
     assert schema["additionalProperties"] is False
 
 
+FLEET = {"simulation": {"devices": {"laptop-16gb": 2, "jetson-nx": 2}}}
+
+
 @pytest.mark.parametrize(
     ("values", "column"),
     [
         ({"method": {"name": "fedit"}, "plan": {"id": "client_ranks", "ranks": {"laptop-16gb": 2}}}, "unequal ranks"),
         ({"method": {"name": "ffa_lora"}, "plan": {"id": "last_k", "k": 1}}, "unequal depth"),
+        ({"method": {"name": "fedavg"}, "plan": {"id": "client_ranks", "ranks": {"a": 2, "b": 1}}}, "unequal ranks"),
+        ({"method": {"name": "fedavg"}, "plan": "client_ranks", **FLEET}, "unequal ranks"),
+        ({"method": {"name": "fedtlu"}, "plan": "client_ranks", **FLEET}, "unequal ranks"),
+        ({"method": {"name": "fedavg"}, "objective": "rank_decay"}, "unequal ranks"),
         ({"method": {"name": "local_only"}, "run": {"keep": "best"}}, "personalised"),
     ],
 )
 def test_a_refused_setting_names_the_column_that_says_no(values: dict[str, Any], column: str) -> None:
-    with pytest.raises(ConfigError, match=column):
+    with pytest.raises(ConfigError, match=f'column "{column}"'):
         load_spec(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"plan": "client_ranks", "aggregate": "rank_slice_mean", **FLEET},
+        {"plan": {"id": "client_ranks", "ranks": {"a": 2, "b": 2}}},
+        {"plan": "client_ranks", "simulation": {"devices": {"laptop-16gb": 3}}},
+        {"objective": "rank_decay", "aggregate": "norm_weighted_pad"},
+        {"plan": "client_ranks", "adapter": {"kind": "full"}, **FLEET},
+    ],
+)
+def test_unequal_ranks_are_allowed_where_the_mean_takes_them_or_there_are_none(values: dict[str, Any]) -> None:
+    load_spec({"method": {"name": "fedavg"}, **values})
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,8 @@ def _record(plan: RoundPlan) -> Mapping[str, Any]:
         }
         for p in plan.clients
     ]
-    statistics = {"mean_squared_delta": {str(s): 0.5 for p in plan.clients for s in p.strata}}
+    held = {str(s): 0.5 for p in plan.clients for s in p.strata}
+    statistics = {"mean_squared_delta": held, "zico_clients": held}
     return {"server_round": plan.server_round, "clients": clients, "statistics": statistics}
 
 

@@ -110,7 +110,8 @@ def build(spec: ExperimentSpec, base_dir: Path, watch: Watch) -> Built:
     dataset = data.task.encode(
         data.examples, data.labels, loaded.tokenizer, spec.model.max_length, loaded.shape.max_positions
     )
-    notes = [*loaded.notes, *data.notes, *length_notes(dataset, spec.model.max_length), *_idle_keys(spec)]
+    lengths = length_notes(dataset, spec.model.max_length)
+    notes = [*method.notes, *loaded.notes, *data.notes, *lengths, *_idle_keys(spec)]
     for note in notes:
         watch.note(note)
     setup = make_setup(spec, method, loaded, data)
@@ -158,6 +159,8 @@ def build(spec: ExperimentSpec, base_dir: Path, watch: Watch) -> Built:
     info["plugins"] = plugin_record(method, spec.method.name, spec)
     if scoring_source(method) is not None:
         info["data"]["scoring"] = [p.to_json() for p in proxies] or _heldout(data)
+    if scoring_source(method) != CLIENT_SOURCE and any(len(s.proxy) for s in data.splits.clients.values()):
+        info["data"]["held_out"] = {c: len(s.proxy) for c, s in data.splits.clients.items()}
     return Built(spec, METHODS.find(spec.method.name).name, setup, trainer, initial, keep, info)
 
 

@@ -14,8 +14,11 @@ from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.method import METHODS, Method
 from fedstrata.method.columns import refusal
 from fedstrata.objective.base import OBJECTIVES
+from fedstrata.objective.rank_decay import RankDecay
 from fedstrata.optimize.base import OPTIMIZERS, check_coordinates
 from fedstrata.plan.base import PLANNERS, ContestPlanner, Planner
+from fedstrata.plan.client_ranks import ClientRanks
+from fedstrata.plan.scoring import STATISTICS
 from fedstrata.select.base import SELECTORS
 
 _PARTS: dict[str, tuple[str, Any]] = {
@@ -90,6 +93,7 @@ def _check_parts(method: Method, name: str, spec: ExperimentSpec) -> None:
             do='set aggregate = { id = "holders_mean", moments = true }',
         )
     check_coordinates(method.optimizer, aggregator)
+    _refuse_unequal_ranks(method, name, spec)
     changes = pairs.redrawn or pairs.slices == "drawn" or aggregator.id in _FACTOR_AGAIN
     if changes and _has_error_feedback(method.codec):
         raise ConfigError(
@@ -98,9 +102,10 @@ def _check_parts(method: Method, name: str, spec: ExperimentSpec) -> None:
         )
     if method.planner.id == "after_gradient" and spec.adapter.kind != "square":
         raise ConfigError('plan = "after_gradient" is for adapter.kind = "square"', do='use method.name = "fed_sb"')
-    if getattr(method.planner, "importance", "") == "updates" and not getattr(aggregator, "moments", False):
+    importance = getattr(method.planner, "importance", "")
+    if importance in STATISTICS and not getattr(aggregator, "moments", False):
         raise ConfigError(
-            'importance = "updates" needs the clients\' squared differences',
+            f'importance = "{importance}" needs the clients\' squared differences',
             do='set aggregate = { id = "holders_mean", moments = true }',
         )
     if aggregator.id == "svd_mean" and pairs.trained != (("lora_B",),):
@@ -123,6 +128,25 @@ def _check_parts(method: Method, name: str, spec: ExperimentSpec) -> None:
         raise ConfigError(
             f'adapter.head = "{spec.adapter.head}", but "{name}" fixes it', expected=f'adapter.head = "{method.head}"'
         )
+
+
+def _refuse_unequal_ranks(method: Method, name: str, spec: ExperimentSpec) -> None:
+    """Refuses ranks that the aggregator would refuse reply by reply; full parameters have none."""
+    if method.aggregator.unequal_ranks or spec.adapter.kind == "full":
+        return
+    planner, setting = method.planner, ""
+    if isinstance(planner, ClientRanks):
+        ranks = planner.ranks
+        unequal = len(spec.simulation.devices) > 1 if ranks is None else len({*ranks.values()}) > 1
+        setting = f'plan = "{planner.id}" gives clients different ranks' if unequal else ""
+    elif isinstance(method.objective, RankDecay):
+        setting = f'objective = "{method.objective.id}" lets clients shrink their ranks'
+    if setting:
+        do = 'set aggregate = "rank_slice_mean" or "product_mean"' if "aggregate" in method.open_choices else None
+        facts = replace(METHODS.find(name).facts, unequal_ranks=False)  # with this aggregator
+        error = refusal(name, facts, "unequal_ranks", setting, do=do)
+        if error is not None:
+            raise error
 
 
 def _has_error_feedback(codec: Any) -> bool:

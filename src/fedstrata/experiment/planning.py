@@ -17,7 +17,7 @@ from fedstrata.experiment.plugins import outside_places
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.experiment.watch import Watch
 from fedstrata.message import Reply, header_of, rank_keys
-from fedstrata.plan.base import ClientPlan
+from fedstrata.plan.base import ClientPlan, RoundPlan
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.server.setup import RoundSetup
 from fedstrata.server.tasks import local_steps, make_task, plan_round
@@ -30,7 +30,8 @@ def plan_table(spec: ExperimentSpec, base_dir: Path, server_round: int, watch: W
     round 2 on, every block counts as changed, so that the downlink is an upper bound.
 
     Returns:
-        Per client: blocks, ranks, steps, bytes, predicted seconds; coverage per stratum; totals.
+        Per client: blocks, ranks, steps, bytes, predicted seconds; coverage per stratum; totals; what the server
+        holds.
     """
     if server_round > spec.rounds.count:
         raise ConfigError(f"There is no round {server_round}", expected=f"1 to {spec.rounds.count}")
@@ -61,8 +62,17 @@ def _table(built: Built, spec: ExperimentSpec, server_round: int) -> dict[str, A
             "round_s": max(c["predicted_s"] for c in clients),
         },
         "base_bytes": setup.shape.base_bytes,
+        "server": _server_memory(setup, state, plan),
         "notes": built.info["notes"],
     }
+
+
+def _server_memory(setup: RoundSetup, state: ServerState, plan: RoundPlan) -> dict[str, Any]:
+    """What the server holds while replies come in: a sum, or all of what they bring, decoded to float32."""
+    aggregator = setup.method.aggregator
+    sent = [make_task(setup, state, p).layouts(setup.layout).up.num_values for p in plan.clients]
+    collects = aggregator.needs == "all updates"
+    return {"aggregator": aggregator.id, "needs": aggregator.needs, "update_bytes": 4 * sum(sent) if collects else 0}
 
 
 def _client_row(setup: RoundSetup, state: ServerState, plan: ClientPlan) -> dict[str, Any]:

@@ -31,10 +31,13 @@ def server_source(method: Method) -> ServerSource | None:
 
 
 def heldout_fraction(spec: ExperimentSpec, method: Method) -> float:
-    """The share of every client's training examples that is kept from training: as set, or 0.1 where it is needed."""
+    """The share of every client's training examples that is kept from training.
+
+    As set; else what the method leaves out in all of its arms, or 0.1 where clients score blocks.
+    """
     if spec.data.client_proxy_fraction is not None:
         return spec.data.client_proxy_fraction
-    return DEFAULT_FRACTION if scoring_source(method) == CLIENT_SOURCE else 0.0
+    return method.held_out or (DEFAULT_FRACTION if scoring_source(method) == CLIENT_SOURCE else 0.0)
 
 
 def proxy_problems(spec: ExperimentSpec, method: Method) -> list[str]:

@@ -108,6 +108,9 @@ class Method:
         head: What happens to the head; None leaves it to the experiment.
         optimizer: What the server does with the accepted mean.
         skips_blocks: Whether a client's model consists of its trained blocks only.
+        held_out: Share of every client's training examples that all arms of the method leave out of training, whether
+            or not they score blocks with them: arms are only comparable on the same training data.
+        notes: What must be said wherever results are shown, e.g. that an option is not the published method.
 
     Raises:
         ConfigError: With every part that is none and every unknown word.
@@ -127,6 +130,8 @@ class Method:
     head: Literal["aggregate", "local"] | None = None
     optimizer: ServerOptimizer = field(default_factory=NoOptimizer)
     skips_blocks: bool = False
+    held_out: float = 0.0
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         problems = [p for f, base in _BASES.items() if (p := _part_problem(f, getattr(self, f), base))]
@@ -163,6 +168,7 @@ class Method:
             "skips_blocks": self.skips_blocks,
             "send": self.send,
             "topology": self.topology,
+            **({"held_out": self.held_out} if self.held_out else {}),
         }
 
     def with_parts(self, **parts: Any) -> Method:

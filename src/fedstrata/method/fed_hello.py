@@ -21,6 +21,8 @@ from fedstrata.select.accept_all import AcceptAll
 
 Arm: TypeAlias = Literal["co_design", "pattern", "random_pattern", "importance", "uniform"]
 
+LEAKY = 'blocks are scored with the test set (source = "test_leaky"): for checking a claim, never for a comparison'
+
 
 @METHODS.register(
     MethodFacts(
@@ -60,12 +62,16 @@ def fed_hello(
     3. From then on blocks are drawn by these scores (FIM-HLA), in every round.
     4. Every block is averaged over the clients that held it.
 
+    In all arms 10 % of every client's examples (at least 8) are left out of training, so that the arms see the same
+    data (`data.client_proxy_fraction`). The rank is the same in all blocks: `adapter.max_rank`; the paper's is 16.
+
     Args:
         strata: c_g per device kind; left out: by speed.
         pattern: `triangle`, `inverted_triangle`, `bottleneck` or `uniform`.
         arm: `co_design`, the method; or a part of it: `pattern` (fixed sets, GD-HLA), `random_pattern` (RGD-HLA),
             `importance` (FIM-HLA from the first round), `uniform` (blocks drawn uniformly).
-        importance: `fisher`, or `updates`: the clients' own mean squared differences, without a proxy (ours).
+        importance: `fisher`, or the clients' own differences, without a proxy (ours): `updates`, their mean square, or
+            `zico_clients`, how well they agree.
         source: Whose examples: the clients' held-out ones, or a file of the server's.
         fisher_on: Gradients of the `factors` or of the whole `weight` (ours).
         examples: Most examples per client.
@@ -87,12 +93,15 @@ def fed_hello(
         "importance": FisherBlocks(strata, *how, warm_rounds or 0),
         "uniform": RandomBlocks(strata),
     }
+    asks = importance == "fisher" and arm in ("co_design", "importance")
     return Method(
         planner=planners[arm],
         objective=TaskLoss(),
         codec=Float32(),
-        aggregator=HoldersMean(weight_by, moments=importance == "updates"),
+        aggregator=HoldersMean(weight_by, moments=importance != "fisher"),
         selector=AcceptAll(),
         adapters=frozenset({"lora"}),
         open_choices=frozenset({"codec", "aggregate"}),
+        held_out=0.1,
+        notes=(LEAKY,) if asks and source == "test_leaky" else (),
     )

@@ -14,6 +14,8 @@ from fedstrata.plan.after_gradient import AfterGradient
 from fedstrata.plan.blocks import AllStrata
 from fedstrata.select.accept_all import AcceptAll
 
+DRAWN = 'frozen factors drawn from the seed (init = "orthonormal"): a variant of ours, not Fed-SB as published'
+
 
 @METHODS.register(
     MethodFacts(
@@ -57,4 +59,5 @@ def fed_sb(
         selector=AcceptAll(),
         adapters=frozenset({"square"}),
         pairs=PairRule(trained=(("lora_R",),)),
+        notes=() if init == "gradient_svd" else (DRAWN,),
     )

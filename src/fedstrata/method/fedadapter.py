@@ -41,8 +41,9 @@ def fedadapter(
     1. A window opens with three candidates that compute the same function, because new parts start at zero.
     2. Every client of a round trains one of them, dealt in turn, so that small cohorts train every candidate, too; each
        candidate is averaged on its own.
-    3. At the end of the window the candidate with the best validation score goes on; ties go to the smaller one. All
-       are scored on the same examples; where clients keep their heads, with the heads that they hold now.
+    3. At the end of the window the candidate with the best validation accuracy goes on, of equal ones that with the
+       lower loss (ours: few examples tie often), of equal ones again the smaller. All are scored on the same
+       examples; where clients keep their heads, with the heads that they hold now.
 
     Bytes and seconds of all groups count. It needs validation examples, on the server or on the clients.
 

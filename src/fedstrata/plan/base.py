@@ -129,8 +129,8 @@ class Planner(ABC):
     def observe(self, state: dict[str, Any], round_record: Mapping[str, Any]) -> dict[str, Any]:
         """Learns from a round's record.
 
-        Beside what `rounds.jsonl` holds, the record may have `clients` (the lines of `clients.jsonl`) and
-        `statistics` (`{"mean_squared_delta": {stratum: number}}`); a planner does without what is not there.
+        Beside what `rounds.jsonl` holds, the record may have `clients` (the lines of `clients.jsonl`) and `statistics`
+        (`{"mean_squared_delta": {stratum: number}, "zico_clients": …}`); a planner does without what is not there.
         """
 
 

@@ -67,7 +67,8 @@ class DepthAndRank(Planner):
     References:
         Liu et al., Adaptive Parameter-Efficient Federated Fine-Tuning on Heterogeneous Devices (LEGEND), 2024
         (arXiv 2412.20004), eq. 12. Differs in: the fixed time c_i, where ranks start, the choice of λ, the anchor
-        scan, caps, and the weight of the moving average are ours; transfer and compute are estimated apart.
+        scan, caps, and the weight of the moving average are ours; transfer and compute are estimated apart. As in the
+        paper, μ does not depend on the rank (measured rounds can show otherwise).
     """
 
     id: ClassVar[str] = "depth_and_rank"

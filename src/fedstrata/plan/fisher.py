@@ -33,8 +33,9 @@ class FisherBlocks(AskingPlanner):
 
     Args:
         strata: c_g, the number of blocks per device kind, 0 (the head only) to L; left out: by speed, see `counts_of`.
-        importance: `fisher`, or `updates`: the clients' own mean squared deltas, without a proxy (ours). A block that
-            nobody has held yet counts like the mean of the others.
+        importance: `fisher`, or without a proxy (ours) from the clients' own deltas: `updates`, their mean square, or
+            `zico_clients`, the score of `TopBlocks` over the spread of at least 4 holders; below 0 it counts as 0. A
+            block that has no score yet counts like the mean of the others.
         source: Whose examples: `client_heldout`, examples that are kept out of the clients' training; or a file of
             the server's (`public`, `other_domain`, `random_tokens`; `test_leaky` for checking a claim only).
         fisher_on: `factors`: lora_A and lora_B (where lora_B is 0 only lora_B counts); `weight`: ‖∂ℓ/∂W‖² (ours).
@@ -98,7 +99,7 @@ class FisherBlocks(AskingPlanner):
         return plan_draws(np.array([chances[str(b)] for b in blocks]), counts, context, reasons), state
 
     def observe(self, state: dict[str, Any], round_record: Mapping[str, Any]) -> dict[str, Any]:
-        """With `importance = "updates"`, what the round's update says."""
+        """Where the clients' updates are the scores, what the round's update says."""
         return Scoring.of(self).observe(state, round_record)
 
 
@@ -178,5 +179,5 @@ class CoDesign(AskingPlanner):
         return plan_draws(chances, counts, context, reasons), state
 
     def observe(self, state: dict[str, Any], round_record: Mapping[str, Any]) -> dict[str, Any]:
-        """With `importance = "updates"`, what the round's update says."""
+        """Where the clients' updates are the scores, what the round's update says."""
         return Scoring.of(self).observe(state, round_record)

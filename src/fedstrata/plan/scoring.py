@@ -11,11 +11,14 @@ from fedstrata.plan.base import PlanContext, Planner, Probes
 from fedstrata.plan.checks import trainable_blocks
 from fedstrata.plan.importance import Control, Mapped, control_scores, pool_scores, score_probabilities
 
-Importance: TypeAlias = Literal["fisher", "updates"]
+Importance: TypeAlias = Literal["fisher", "updates", "zico_clients"]
 Source: TypeAlias = Literal["client_heldout", "public", "other_domain", "random_tokens", "test_leaky"]
 FisherOn: TypeAlias = Literal["factors", "weight"]
 
 TO_EXTEND = "a run with `refresh` set to a number can be extended"
+STATISTICS = {"updates": "mean_squared_delta", "zico_clients": "zico_clients"}
+"""What a round's record calls the score that comes from the clients' own updates."""
+
 NO_SCORES: dict[str, Any] = {"scores": None, "chances": None, "scored_round": 0, "updates": {}}
 """State before the first scores."""
 
@@ -25,7 +28,8 @@ class Scoring:
     """How and when strata are scored: what `fisher` and `hello` share.
 
     Attributes:
-        importance: `fisher`: asked for. `updates`: mean squared delta per stratum, from the rounds' records.
+        importance: `fisher`: asked for. `updates` (mean squared delta) and `zico_clients` (agreement over clients): per
+            stratum, from the rounds' records.
         source: Whose examples.
         fisher_on: Gradients of the factors or of the whole weight.
         examples: Most examples per client; None takes all that are held out.
@@ -95,11 +99,11 @@ class Scoring:
         return state, {**why, "scored_round": state["scored_round"], "scores": state["scores"]}
 
     def observe(self, state: dict[str, Any], round_record: Mapping[str, Any]) -> dict[str, Any]:
-        """Keeps the newest mean squared delta of every block that was held."""
-        if self.importance != "updates":
+        """Keeps the newest score of every block that was held; below 0, which a logarithm may be, it counts as 0."""
+        if self.importance not in STATISTICS:
             return state
-        fresh = dict((round_record.get("statistics") or {}).get("mean_squared_delta") or {})
-        kept = {str(s): float(x) for s, x in fresh.items() if str(s).isdecimal() and math.isfinite(x)}
+        fresh = dict((round_record.get("statistics") or {}).get(STATISTICS[self.importance]) or {})
+        kept = {str(s): max(float(x), 0.0) for s, x in fresh.items() if str(s).isdecimal() and math.isfinite(x)}
         return {**state, "updates": {**state["updates"], **kept}}
 
     def _fresh_scores(

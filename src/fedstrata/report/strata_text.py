@@ -16,7 +16,7 @@ from fedstrata.report.strata import Exactness, ScoreMap, StrataView, StratumHist
 from fedstrata.report.view import Point
 from fedstrata.report.words import count_of, ranges, rounds_named, strata_named
 
-SCORE_WORDS = {"fisher": "Fisher score", "updates": "mean squared update"}
+SCORE_WORDS = {"fisher": "Fisher score", "updates": "mean squared update", "zico_clients": "agreement over clients"}
 _BARS = ("▁▂▃▄▅▆▇█", "·")
 _ASCII_BARS = (".:-=+*#@", "_")
 _NARROWEST, _WIDEST = 6, 24

@@ -84,6 +84,10 @@ def print_plan(table: Mapping[str, Any]) -> None:
     console.print(Text(f"In all {most}{amounts}; {seconds}.", style="bold"))
     if most:
         console.print(Text("The codec's output depends on the values, so bytes are an upper bound."))
+    server = table.get("server") or {}
+    if server.get("needs") == "all updates":
+        held = f"{server['aggregator']} needs all of them at once: {format_bytes(server['update_bytes'])}"
+        console.print(Text(f"The server keeps the replies of a round until its end, because {held}."))
     for note in table["notes"]:
         console.print(Text(f"note: {note}"))
 

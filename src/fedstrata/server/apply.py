@@ -10,12 +10,14 @@ import numpy as np
 
 from fedstrata.aggregate.base import Proposal
 from fedstrata.core.merges import BaseLog
-from fedstrata.core.tensors import NamedTensors, stratum_order
+from fedstrata.core.tensors import NamedTensors, Stratum, stratum_order
 from fedstrata.message import rank_keys
 from fedstrata.optimize.base import OptimizerState
 from fedstrata.plan.checks import check_state
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.select.base import SelectContext
+from fedstrata.select.scores import zico_clients
+from fedstrata.select.top_blocks import MIN_HOLDERS
 from fedstrata.server.setup import RoundSetup
 
 
@@ -63,6 +65,7 @@ def apply_proposal(setup: RoundSetup, state: ServerState, proposal: Proposal, se
     statistics = dict(proposal.statistics)
     if proposal.moments:
         statistics["mean_squared_delta"] = mean_squared_delta(proposal)
+        statistics["zico_clients"] = agreement(proposal)
     return Applied(
         tensors=state.tensors | accepted.tensors,
         versions=dict(state.versions) | {str(s): server_round for s in accepted.holders},
@@ -71,6 +74,15 @@ def apply_proposal(setup: RoundSetup, state: ServerState, proposal: Proposal, se
         optimizer=optimizer_state,
         record={"holders": rank_keys(holders), "exactness": None, "selection": selection, "statistics": statistics},
     )
+
+
+def agreement(proposal: Proposal) -> dict[str, float]:
+    """Per stratum with enough holders, how well they agree: `zico_clients` over all of its tensors."""
+    moments: dict[Stratum, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for name, pair in proposal.moments.items():
+        moments.setdefault(proposal.layout[name].stratum, []).append(pair)
+    enough = {s: m for s, m in moments.items() if proposal.holders[s] >= MIN_HOLDERS}
+    return {str(s): zico_clients(m, proposal.holders[s]).reported for s, m in enough.items()}
 
 
 def mean_squared_delta(proposal: Proposal) -> dict[str, float]:

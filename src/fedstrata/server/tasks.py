@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fedstrata.core.tensors import HEAD, Kind, stratum_order
+from fedstrata.core.tensors import HEAD, Kind, stratum_name, stratum_order
 from fedstrata.device.plan_cost import PlanCost
+from fedstrata.errors import PlanError
 from fedstrata.message import Task, rank_keys
 from fedstrata.plan.base import ClientPlan, InvitingPlanner, PlanContext, RoundPlan
 from fedstrata.plan.checks import check_state
@@ -31,7 +32,7 @@ def plan_round(
         answers: To the planner's probes, by client.
 
     Raises:
-        PlanError: If nobody would train anything, or a plan does not fit the model.
+        PlanError: If nobody would train anything, or a plan does not fit the model or the aggregator.
     """
     server_round = state.server_round + 1
     context = replace(plan_context(setup, cohort_of(setup, server_round), server_round), answers=answers or {})
@@ -39,7 +40,28 @@ def plan_round(
     made = planner.plan(dict(state.planner), context)
     plan, planner_state = made if isinstance(made, tuple) and len(made) == 2 else (made, state.planner)
     check_round_plan(plan, context)
+    _check_ranks(setup, plan)
     return plan, check_state(planner, planner_state, "plan")
+
+
+def _check_ranks(setup: RoundSetup, plan: RoundPlan) -> None:
+    """Refuses ranks that the aggregator could not merge, before anything is sent."""
+    aggregator = setup.method.aggregator
+    if aggregator.unequal_ranks or setup.method.topology != "federated":
+        return
+    other = [
+        f"client {p.client} would train {stratum_name(s)} at rank {r}, the server has {setup.server_ranks[s]}"
+        for p in plan.clients
+        for s, r in p.ranks.items()
+        if isinstance(s, int) and 0 < r != setup.server_ranks[s]
+    ]
+    if other:
+        raise PlanError(
+            f'The aggregator "{aggregator.id}" needs the server\'s rank on every client',
+            where=f"the plan of round {plan.server_round}",
+            got=other[0] + (f" (and {len(other) - 1} more)" if len(other) > 1 else ""),
+            do="plan equal ranks, or use a method for unequal ranks: `fedstrata methods --compare`",
+        )
 
 
 def cohort_of(setup: RoundSetup, server_round: int) -> tuple[str, ...]:
