@@ -26,7 +26,6 @@ from fedstrata.select.accept_all import AcceptAll
         exact=False,
         unequal_depth=True,
     ),
-    aliases=("fedra",),
 )
 def fedra_freeze(strata: int | dict[str, int] | None = None, weight_by: str = "num_examples") -> Method:
     """FedRA with frozen rest: each client trains `strata` blocks drawn at random in every round.

@@ -26,6 +26,7 @@ from fedstrata.select.accept_all import AcceptAll
         exact=False,
         unequal_depth=True,
     ),
+    aliases=("fedra",),
 )
 def fedra_skip(strata: int | dict[str, int] | None = None, weight_by: str = "num_examples") -> Method:
     """FedRA with the rest skipped: a client runs embeddings, the blocks it drew, final norm and head.

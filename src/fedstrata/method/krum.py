@@ -27,7 +27,6 @@ from fedstrata.select.accept_all import AcceptAll
         sends="everything that it trained",
         exact=False,
     ),
-    aliases=("multi-krum",),
 )
 def krum(f: int = 1, multi: int = 1, fallback: Literal["mean", "keep"] = "mean") -> Method:
     """Krum: per block, the difference whose m − f − 2 nearest neighbors are closest; multi-Krum averages several.

@@ -15,6 +15,18 @@ from fedstrata.method.citation import Citation
 from fedstrata.options import check_options
 
 GROUP = "fedstrata.methods"
+_SAID_OTHERWISE = {
+    "fedavgm": 'method.name = "fedavg" with optimize = "momentum"',
+    "fedopt": 'method.name = "fedavg" with optimize = "adam", "yogi" or "adagrad"',
+    "fedadam": 'method.name = "fedavg" with optimize = "adam"',
+    "fedyogi": 'method.name = "fedavg" with optimize = "yogi"',
+    "fedadagrad": 'method.name = "fedavg" with optimize = "adagrad"',
+    "multikrum": 'method.name = "krum" with method.multi = 2 or more',
+    "gdhla": 'method.name = "fed_hello" with method.arm = "pattern"',
+    "rgdhla": 'method.name = "fed_hello" with method.arm = "random_pattern"',
+    "fimhla": 'method.name = "fed_hello" with method.arm = "importance"',
+}
+"""Names of publications that are another method's options here: an alias could not carry them."""
 _SAME_ON_ALL = frozenset({"all", "last_k", "first_k", "exclusive"})
 """Planners that give every client the same blocks."""
 
@@ -198,7 +210,8 @@ class MethodRegistry:
                 do="files are named in an experiment file; its folder is where relative paths start",
             )
         names = {*self.entries, *(p.name for p in plug_ins(GROUP))}
-        raise ConfigError(f'Unknown method "{name}"', where="method.name", do=did_you_mean(name, names))
+        do = _SAID_OTHERWISE.get(_plain(name)) or did_you_mean(name, names)
+        raise ConfigError(f'Unknown method "{name}"', where="method.name", do=do)
 
     def load_installed(self) -> tuple[str, ...]:
         """Imports every installed method; returns what is wrong with those that cannot be used, one line each."""
