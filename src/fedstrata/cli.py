@@ -15,7 +15,7 @@ import typer
 from fedstrata import __version__
 from fedstrata.commands import compare, extend, running, start
 from fedstrata.commands.app import app, print_json
-from fedstrata.errors import ConfigError, FedstrataError
+from fedstrata.errors import ConfigError, FedstrataError, RunFolderError
 
 _INTERRUPTED = 130
 _PANELS = (start, running, compare, extend)
@@ -51,19 +51,31 @@ def run_cli(args: Sequence[str]) -> int:
             _say_stopped(args)
         return code
     except FedstrataError as error:
-        if "--json" in args:
-            print_json({"error": {"kind": type(error).__name__, "message": str(error)}})
-        typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
-        typer.echo(str(error), err=True)
-        return 2
+        return _say_error(error, args)
+    except OSError as error:
+        if error.filename is None:  # no path that a user named
+            raise
+        what = f"A file or folder cannot be used: {error.strerror}"
+        return _say_error(RunFolderError(what, where=f"{error.filename}"[:300]), args)
     except KeyboardInterrupt:
         _say_stopped(args)
         return _INTERRUPTED
     return 0
 
 
+def _say_error(error: FedstrataError, args: Sequence[str]) -> int:
+    """Prints an error, with `--json` also as JSON to standard output; returns the exit code."""
+    if "--json" in args:
+        print_json({"error": {"kind": type(error).__name__, "message": str(error)}})
+    typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    typer.echo(str(error), err=True)
+    return 2
+
+
 def _check_names(args: Sequence[str]) -> None:
     """Refuses names that no record could hold: Python reads bytes that are no characters as half surrogate pairs."""
+    if any("\0" in name for name in args):
+        raise ConfigError("A name holds a null character", got=ascii(next(n for n in args if "\0" in n)))
     for name in (*args, str(Path.cwd())):
         if not name.isprintable() and any("\ud800" <= c <= "\udfff" for c in name):
             raise ConfigError(

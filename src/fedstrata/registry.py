@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -69,7 +70,14 @@ class Registry(Generic[T]):
 
     def register(self, part: C) -> C:
         """Class decorator. A name that is taken is an error that names both."""
-        part_id: str = part.id  # type: ignore[attr-defined]
+        part_id = getattr(part, "id", None)
+        if not isinstance(part_id, str) or not re.fullmatch(r"[\x21-\x7e]+", part_id):
+            raise ConfigError(
+                f"This {self.choice} has no id that a file could name",
+                where=place_of(part),
+                expected='a class attribute `id = "…"`, of letters, digits and underscores',
+                got=f"{part_id!r}"[:200],
+            )
         known = self._parts.get(part_id)
         if known is not None and known is not part:
             raise _clash(f'Two parts are called {self.choice} "{part_id}"', place_of(known), place_of(part))
@@ -93,10 +101,12 @@ class Registry(Generic[T]):
             ConfigError: With every unknown option and every value of a wrong type at once.
         """
         where = where or self.choice
-        options = {"id": config} if isinstance(config, str) else dict(config)
+        options = {"id": config} if isinstance(config, str) else dict(config) if isinstance(config, Mapping) else {}
         part_id = options.pop("id", None)
         if not isinstance(part_id, str):
-            raise ConfigError(f"A {self.choice} needs an id", where=where, do=did_you_mean("", self.names))
+            raise ConfigError(
+                f"A {self.choice} needs an id", where=where, got=f"{config!r}"[:200], do=did_you_mean("", self.names)
+            )
         part = self[part_id]
         parts = {f.name for f in dataclasses.fields(part) if f.metadata.get("part")}  # type: ignore[arg-type]
         nested = {name: self.build(options.pop(name), where=f"{where}.{name}") for name in parts & options.keys()}

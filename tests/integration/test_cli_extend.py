@@ -102,11 +102,56 @@ def test_what_cannot_be_checked_ends_with_two(words: list[str], told: str, capsy
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["My", "1x", "a-b", "class", "json", "fedavg", "numpy", "x", "a_"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "My",
+        "1x",
+        "a-b",
+        "class",
+        "json",
+        "fedavg",
+        "numpy",
+        "x",
+        "a_",
+        "peft",
+        "yaml",
+        "pip",
+        "con",
+        "conftest",
+        "é",
+        "",
+    ],
+)
 def test_names_that_a_package_cannot_have_are_refused(here: Path, name: str, capsys: Capture) -> None:
     assert run_cli(["new-method", name, "there"]) == 2
     assert name in capsys.readouterr().err
     assert not (here / "there").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["new-method", "my_way", "x" * 400],
+        ["new-method", "my_way", "a\0b"],
+        ["new-method", "my_way", "edge.py/below"],
+        ["report", "x" * 400],
+        ["report", "a\0b"],
+        ["cite", "x" * 5000],
+        ["check-part", "~nobody-has-this-name/x.py:f"],
+        ["check-part", "./edge.py"],
+        ["methods", "./edge.py:Edge"],
+    ],
+    ids=lambda words: " ".join(words)[:30],
+)
+def test_a_path_that_cannot_be_one_is_told_and_nothing_is_written(
+    here: Path, words: list[str], capsys: Capture
+) -> None:
+    assert run_cli(words) == 2
+    shown = capsys.readouterr()
+    assert "error: " in shown.err
+    assert "Traceback" not in shown.err
+    assert [p.name for p in here.iterdir()] == ["edge.py"]
 
 
 def test_nothing_is_overwritten(here: Path, capsys: Capture) -> None:

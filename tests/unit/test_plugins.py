@@ -14,10 +14,10 @@ import pytest
 from fedstrata.aggregate import HoldersMean
 from fedstrata.check import find_target
 from fedstrata.codec import CODECS
-from fedstrata.data.config import DataConfig
-from fedstrata.data.partition import PARTITIONS
+from fedstrata.data.config import DataConfig, PartitionConfig
+from fedstrata.data.partition import PARTITIONS, partition
 from fedstrata.data.sources import load_table
-from fedstrata.errors import ConfigError
+from fedstrata.errors import ConfigError, DataError
 from fedstrata.experiment.plugins import (
     KINDS,
     check_registered,
@@ -248,6 +248,43 @@ def test_a_part_that_cannot_be_made_is_told_with_its_line(tmp_path: Path) -> Non
     load_part("codec", "./my_codec.py:Mine", tmp_path)
     with pytest.raises(ConfigError, match=r'codec "halves" cannot be made[\s\S]*line 33\n.*OSError: no device'):
         CODECS.build("halves")
+
+
+@pytest.mark.parametrize("part_id", ["''", "'é'", "'two words'", "3", "None"])
+def test_an_id_that_no_file_could_name_is_refused(tmp_path: Path, part_id: str) -> None:
+    path = codec_file(tmp_path, decorator="@CODECS.register")
+    path.write_text(path.read_text().replace('"halves"', part_id))
+    with pytest.raises(ConfigError, match=r"no id that a file could name[\s\S]*my_codec\.py:Mine"):
+        load_file(path)
+
+
+@pytest.mark.parametrize("config", [3, None, [], True, {"id": 3}, {}])
+def test_what_is_no_part_config_is_told(config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"needs an id\n[\s\S]*got: "):
+        CODECS.build({"id": "zstd", "inner": config})
+
+
+def test_the_id_is_no_option_of_what_is_checked() -> None:
+    with pytest.raises(ConfigError, match="The id is not one of the options"):
+        find_target("int8", options={"id": "int4"})
+
+
+@pytest.mark.parametrize("what", ["None", "['a'] * len(labels)", "np.zeros(3, int)", "np.full(len(labels), np.nan)"])
+def test_a_partition_that_gives_no_owners_is_told(tmp_path: Path, what: str) -> None:
+    (tmp_path / "odd.py").write_text(
+        f"import numpy as np\ndef deal(config, labels, num_clients, rng):\n    return {what}\n"
+    )
+    name = "./odd.py:deal"
+    load_plugins(spec(simulation={"partition": {"kind": name}}), tmp_path)
+    with pytest.raises(DataError, match="does not give every example to a client"):
+        partition(PartitionConfig(kind=name), np.arange(9) % 2, 3, seed=0)
+
+
+def test_a_source_that_gives_no_table_is_told(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text("def read(rest, folder, split):\n    return [1]\n")
+    load_plugins(spec(data={"source": "./odd.py:read"}), tmp_path)
+    with pytest.raises(DataError, match=r"gives no table\n.*odd\.py:read[\s\S]*\[1\]"):
+        load_table(DataConfig(source="./odd.py:read"), tmp_path)
 
 
 def test_a_file_that_fails_half_way_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -65,6 +65,10 @@ def find_target(
         ConfigError: If there is none or several, it cannot be loaded, or its options are wrong.
     """
     options = dict(options or {})
+    if "id" in options:
+        raise ConfigError(
+            "The id is not one of the options", got=f"id = {options['id']!r}", do=f"name it instead of {text}"
+        )
     if kind is not None and kind not in (METHOD, *KINDS):
         raise ConfigError(f'There is no kind of part "{kind}"', do=did_you_mean(kind, (METHOD, *KINDS)))
     if is_reference(text):

@@ -191,10 +191,12 @@ def _checked(owner: np.ndarray, num_examples: int, num_clients: int, kind: str) 
     owner = np.asarray(owner)
     whole = owner.shape == (num_examples,) and np.issubdtype(owner.dtype, np.integer)
     if not whole or (num_examples and not (owner.min() >= 0 and owner.max() < num_clients)):
+        numbers = owner.dtype.kind in "iuf"
+        span = f", from {owner.min(initial=0)} to {owner.max(initial=0)}" if numbers else ""
         raise DataError(
             f'The partition "{kind}" does not give every example to a client', where="simulation.partition",
             expected=f"{num_examples} whole numbers from 0 to {num_clients - 1}",
-            got=f"{owner.dtype} {list(owner.shape)}, from {owner.min(initial=0)} to {owner.max(initial=0)}",
+            got=f"{owner.dtype} {list(owner.shape)}{span}",
         )  # fmt: skip
     return owner.astype(np.int64)
 

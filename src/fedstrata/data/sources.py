@@ -13,6 +13,7 @@ from fedstrata.data.assets import find_asset, list_assets
 from fedstrata.data.config import DataConfig
 from fedstrata.data.files import READERS, decode, read_file
 from fedstrata.data.table import RawTable, count, name_some
+from fedstrata.discovery import place_of
 from fedstrata.errors import AssetError, DataError, did_you_mean
 from fedstrata.registry import FunctionTable
 
@@ -62,7 +63,15 @@ def is_hub_id(source: str, base_dir: Path) -> bool:
 def _load(source: str, config: DataConfig, base_dir: Path, *, split: str) -> RawTable:
     prefix, colon, rest = (source, ":", "") if SOURCES.is_referred(source) else source.partition(":")
     if colon and prefix in SOURCES:
-        return SOURCES[prefix](rest, base_dir, split)
+        table: Any = SOURCES[prefix](rest, base_dir, split)
+        if not isinstance(table, RawTable):
+            raise DataError(
+                f'The source "{prefix}" gives no table',
+                where=place_of(SOURCES[prefix]),
+                expected="a function (rest, folder, split) that returns fedstrata.data.table.RawTable",
+                got=f"{table!r}"[:200],
+            )
+        return table
     path = local_path(source, base_dir)
     if path.is_dir():
         return read_folder(path, path.name)

@@ -6,12 +6,15 @@ import keyword
 import re
 import sys
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 
 from fedstrata.errors import ConfigError
 from fedstrata.method.registry import METHODS
 
 _TEMPLATES = "fedstrata.examples.new_method"
+_RESERVED = frozenset(("test", "tests", "src", "conftest", "setup", "con", "prn", "aux", "nul"))
+"""What test runners, builders and file systems take for something else."""
 _NAME = re.compile(r"[a-z][a-z0-9_]{1,39}")
 _FILES = {
     "pyproject.toml.txt": "pyproject.toml",
@@ -59,14 +62,24 @@ def _filled(text: str, name: str) -> str:
     return text.replace("{{name}}", name).replace("{{dist}}", name.replace("_", "-"))
 
 
+def _is_installed(name: str) -> bool:
+    """Whether a module of this name can be imported; a bare folder beside us is none."""
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name) or name.endswith("_") or keyword.iskeyword(name) or keyword.issoftkeyword(name):
         raise ConfigError(
             f'A method cannot be called "{name}"',
             expected="2 to 40 lower-case letters, digits and underscores, beginning with a letter, no Python keyword",
         )
-    if name in sys.stdlib_module_names or name in ("fedstrata", "test", "tests", "numpy", "torch", "pytest"):
-        raise ConfigError(f'A package cannot be called "{name}": Python has a module of that name', do="another name")
+    if name in sys.stdlib_module_names or name in _RESERVED or _is_installed(name):
+        raise ConfigError(
+            f'A package cannot be called "{name}"',
+            got="a name that Python, the system or an installed package has taken",
+            do="choose another name",
+        )
     try:
         METHODS.find(name)
     except ConfigError:
