@@ -15,6 +15,7 @@ import torch
 import transformers as tf
 from torch import nn
 
+from fedstrata.core.merges import BaseLog, Merge
 from fedstrata.core.shape import global_layout
 from fedstrata.core.tensors import EMBEDDINGS, HEAD, NamedTensors, Stratum
 from fedstrata.message import Task
@@ -22,7 +23,7 @@ from fedstrata.train.batches import collate
 from fedstrata.train.config import AdapterConfig, ModelConfig
 from fedstrata.train.lora import AdaptedModel
 from fedstrata.train.model import load_model
-from fedstrata.train.prefix import compute_states
+from fedstrata.train.prefix import PrefixCache, PrefixStates, compute_states
 from fedstrata.train.resume import Resume
 from fedstrata.train.trainer import TorchTrainer
 
@@ -166,7 +167,8 @@ def test_reuse_trains_as_the_plain_loop_does(tmp_path: Path, architecture: str, 
     plain, reused = world.train(trained, "off"), world.train(trained)
     assert "reused_below" not in plain.numbers
     assert reused.numbers["reused_below"] == min((s for s in trained if isinstance(s, int)), default=NUM_BLOCKS)
-    assert reused.warnings == () and reused.num_steps == plain.num_steps == 9
+    assert reused.warnings == ()
+    assert reused.num_steps == plain.num_steps == 9
     assert any(not np.array_equal(plain.tensors[n], world.tensors()[n]) for n in plain.tensors)
     assert_close(reused, plain)
 
@@ -231,3 +233,164 @@ def test_dropout_draws_the_same_numbers_with_and_without_reuse(tmp_path: Path) -
     assert bits(world.train({2: 3, HEAD: 1})) == bits(reused)
     other = World(tmp_path, "bert").train({2: 3, HEAD: 1})
     assert abs(other.loss - reused.loss) > 1e-4
+
+
+def test_found_computed_anew_or_evicted_states_give_the_same_bits(tmp_path: Path) -> None:
+    plan: dict[Stratum, int] = {2: 3, HEAD: 1}
+    world = World(tmp_path)
+    first = world.train(plan)
+    with world.counting(0) as runs:
+        hit = world.train(plan)
+        assert runs == []
+        world.train(plan, client="odd")
+        assert world.trainer.reuse.cache.clients == ("even", "odd")
+        world.trainer.reuse.cache.clear()
+        miss = world.train(plan)
+    assert len(runs) == 6
+    resumed = World(tmp_path).train(plan)  # a process that knows nothing
+    room = world.trainer.reuse.num_bytes(np.arange(0, NUM_EXAMPLES, 2)) + 1
+    small = World(tmp_path, memory=room)
+    evicted = [small.train(plan, client=c) for c in ("even", "odd", "even")]
+    assert small.trainer.reuse.cache.clients == ("even",)
+    assert len({bits(w) for w in (first, hit, miss, resumed, evicted[0], evicted[2])}) == 1
+
+
+def test_kept_states_stay_within_their_memory_and_the_oldest_go_first(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    assert world.trainer.reuse.problem(2, np.arange(4)) is None
+    examples, cache = make_examples("bert"), PrefixCache(0)
+    clients = {f"c{i}": np.arange(i, i + 5) for i in range(12)}
+    sizes = {c: world.trainer.reuse.num_bytes(i) for c, i in clients.items()}
+    cache = PrefixCache(3 * max(sizes.values()))
+    peak: list[int] = []
+
+    def compute(indices: np.ndarray) -> PrefixStates:
+        peak.append(cache.num_bytes)  # room was made before
+        return compute_states(world.trainer.reuse.resume, examples, indices, block=2, chunk_size=4, pad_id=0)
+
+    for client, indices in clients.items():
+        states = cache.get(client, "key", sizes[client], lambda indices=indices: compute(indices))  # type: ignore[misc]
+        assert states.num_bytes == sizes[client]
+        assert peak[-1] + sizes[client] <= cache.limit_bytes
+        assert cache.num_bytes <= cache.limit_bytes
+    assert cache.clients[-1] == "c11"
+    assert "c0" not in cache.clients
+    kept = cache.clients[0]
+    cache.get(kept, "key", sizes[kept], lambda: pytest.fail("it is kept"))
+    assert cache.clients[-1] == kept
+    cache.get(kept, "another key", sizes[kept], lambda: compute(clients[kept]))
+    assert cache.clients.count(kept) == 1
+
+
+def changed(tensors: NamedTensors, name: str) -> NamedTensors:
+    return {n: v + np.float32(0.01) if n == name else v for n, v in tensors.items()}
+
+
+def test_whatever_is_below_the_block_makes_another_key_and_nothing_else_does(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    tensors, plan = world.tensors(), {2: 3, HEAD: 1}
+    names = {s.stratum: s.name for s in world.layout}
+    world.train(plan)
+
+    def runs_below(plan: dict[Stratum, int] = plan, **changes: Any) -> int:
+        """How often the lowest block ran: 0 where the states were kept."""
+        with world.counting(0) as runs:
+            world.train(plan, **changes)
+        return len(runs)
+
+    assert runs_below() == 0
+    assert runs_below(tensors=changed(tensors, names[2])) == 0
+    assert runs_below(tensors=changed(tensors, names[3])) == 0
+    assert runs_below(tensors=changed(tensors, names[HEAD])) == 0
+    assert runs_below(learning_rate=0.5, server_round=9) == 0
+    for block in (0, 1):
+        assert runs_below(tensors=changed(tensors, names[block])) > 0
+    assert runs_below() > 0  # back to the first values
+    assert runs_below(reads={"1": 4, "3": 1}) > 0  # one adapter fewer
+    assert runs_below(reads={"0": 1, "1": 4, "3": 1}) > 0  # another rank
+    assert runs_below(reads={"0": 1, "1": 4}) == 0  # what is above the block does not count
+    assert runs_below(train={**TRAIN, "batch_size": 5}) > 0
+    assert runs_below(threads=2) > 0
+    assert runs_below(scaling_power=1.0, reads={"0": 1, "1": 4, "3": 1}) > 0
+    assert runs_below({3: 1, HEAD: 1}) > 0
+    assert runs_below({1: 3, HEAD: 1}) > 0
+
+
+def test_a_base_that_moves_below_makes_another_key_and_one_that_moves_above_does_not(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    targets = {t.block: t for t in world.adapted.shape.targets}
+    plan: dict[Stratum, int] = {2: 3, HEAD: 1}
+    first = world.train(plan)
+
+    def merged(block: int, number: int) -> tuple[Any, int]:
+        target = targets[block]
+        rng = np.random.default_rng(block)
+        b, a = (rng.normal(0, 0.1, s).astype(np.float32) for s in ((target.out_features, 2), (2, target.in_features)))
+        world.trainer.stand_at(BaseLog(number, merges=(Merge(number, {target.name: (b, a)}),)))
+        with world.counting(0) as runs:
+            work = world.train(plan)
+        return work, len(runs)
+
+    above, above_runs = merged(3, 1)
+    below, below_runs = merged(1, 2)
+    assert (above_runs, below_runs) == (0, 3)
+    assert_close(below, world.train(plan, "off"))
+    world.trainer.stand_at(BaseLog())
+    assert len({bits(w) for w in (first, above, below)}) == 3
+    assert bits(world.train(plan)) == bits(first)
+
+
+@pytest.mark.parametrize(
+    ("options", "trained", "changes", "reason"),
+    [
+        ({"kind": "full"}, {EMBEDDINGS: 1, 3: 1, HEAD: 1}, {}, "nothing below its trained blocks is frozen"),
+        ({}, {0: 2, 3: 1}, {}, "nothing below its trained blocks is frozen"),
+        ({}, {2: 3, HEAD: 1}, {"skip_blocks": True}, "blocks that are not trained are left out"),
+        ({"memory": 1000}, {2: 3, HEAD: 1}, {}, "of compute.reuse_memory_bytes = 1000"),
+    ],
+)
+def test_where_states_cannot_be_kept_the_plain_loop_runs_and_says_so_if_asked(
+    tmp_path: Path, options: dict[str, Any], trained: dict[Stratum, int], changes: dict[str, Any], reason: str
+) -> None:
+    world = World(tmp_path, **options)
+    plain, auto, always = (world.train(trained, reuse, **changes) for reuse in ("off", "auto", "always"))
+    assert auto.numbers["reused_below"] == always.numbers["reused_below"] == 0.0
+    assert auto.warnings == ()
+    assert len(always.warnings) == 1
+    assert reason in always.warnings[0]
+    for name, tensor in plain.tensors.items():
+        assert np.array_equal(tensor, always.tensors[name])
+        assert np.array_equal(tensor, auto.tensors[name])
+    assert world.trainer.reuse.cache.clients == ()
+
+
+class Mixing(nn.Module):
+    """A convolution over tokens: padding reaches its neighbours."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states + 0.5 * states.roll(-1, dims=1)
+
+
+def test_a_model_whose_padding_reaches_other_tokens_is_not_split(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.adapted.model.bert.embeddings.LayerNorm = Mixing()
+    assert Resume(world.adapted).problem == "padding changes the states of other tokens"
+
+
+def test_a_model_with_random_states_is_not_split(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.adapted.model.bert.embeddings.LayerNorm.register_forward_hook(lambda m, a, o: o + torch.rand_like(o))
+    before = torch.random.get_rng_state()
+    assert Resume(world.adapted).problem is not None
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_model_with_a_part_of_its_head_below_is_not_split(tmp_path: Path) -> None:
+    folder = tmp_path / "lacking"
+    model = tf.AutoModel.from_config(CONFIGS["bert"]())
+    state = {n: v for n, v in model.state_dict().items() if n != "embeddings.token_type_embeddings.weight"}
+    model.save_pretrained(folder, state_dict=state)
+    config = AdapterConfig(max_rank=4)
+    loaded = load_model(ModelConfig(source=str(folder)), config, label_names=["a", "b"], seed=0, base_dir=tmp_path)
+    assert "bert.embeddings.token_type_embeddings.weight" in loaded.missing
+    assert Resume(AdaptedModel(loaded, config)).problem == "a part of its head stands before its blocks"

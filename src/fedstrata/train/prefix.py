@@ -180,6 +180,10 @@ class PrefixCache:
         """Who has an entry, the one that was used last at the end."""
         return tuple(self._entries)
 
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._entries.clear()
+
     def get(self, client: str, key: str, num_bytes: int, compute: Callable[[], PrefixStates]) -> PrefixStates:
         """The entry of a client under this key, or a new one; room for it is made before it is computed.
 

@@ -46,13 +46,11 @@ class Resume:
             A clause for a record, e.g. "padding changes the states of other tokens".
         """
         self._adapted.reset()
-        found, _ = self._adapted.switch.found
-        if found:
-            return found
-        if self._head_is_below():
-            return "a part of its head stands before its blocks"
         with torch.random.fork_rng(devices=[]):
-            return self._difference()
+            found, _ = self._adapted.switch.found
+            if found:
+                return found
+            return "a part of its head stands before its blocks" if self._head_is_below() else self._difference()
 
     def states(self, inputs: Mapping[str, torch.Tensor], block: int) -> torch.Tensor:
         """What enters a block, or leaves the last one: `[batch, tokens, width]`, outside autograd.
