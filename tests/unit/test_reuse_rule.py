@@ -98,7 +98,8 @@ def test_pooled_data_are_visited_by_one_client() -> None:
 @pytest.mark.parametrize(
     ("config", "lowest"),
     [
-        ({"id": "all"}, 0), ({"id": "last_k", "k": 1}, 3), ({"id": "last_k", "k": 0}, 4), ({"id": "first_k", "k": 1}, 0),
+        ({"id": "all"}, 0), ({"id": "last_k", "k": 1}, 3), ({"id": "last_k", "k": 0}, 4),
+        ({"id": "first_k", "k": 1}, 0),
         ({"id": "suffix_by_device", "depth": {"big": 3, "small": 1}}, 1),
         ({"id": "fixed", "clients": {"a": [3], "b": [2, 3], "c": []}}, 2),
         ({"id": "fixed", "clients": {"a": [], "b": [], "c": []}}, 4),
