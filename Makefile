@@ -38,6 +38,7 @@ fix: setup
 bench: setup
 	$(BIN)/python benchmarks/engine_overhead.py
 	$(BIN)/python benchmarks/codecs.py
+	$(BIN)/python benchmarks/prefix_reuse.py
 
 clean:
 	rm -rf .venv dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

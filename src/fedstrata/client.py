@@ -39,6 +39,7 @@ class LocalWork:
         precision: Of the base model.
         numbers: What the method reports.
         measured: Seconds and bytes.
+        warnings: What the user should know; the same in every engine.
     """
 
     tensors: NamedTensors
@@ -48,6 +49,7 @@ class LocalWork:
     precision: str = "fp32"
     numbers: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ def _train(
         loss=work.loss,
         ranks={str(s): max(x.rank for x in up.of(s)) or 1 for s in up.strata},
         trained=[str(s) for s in trained],
-        warnings=warnings,
+        warnings=[*work.warnings, *warnings],
         precision=work.precision,
         numbers=dict(work.numbers) | dict(finished.numbers),
         measured={k: fixed_width(v) for k, v in measured.items()},

@@ -51,6 +51,8 @@ class Task:
         send: What the reply holds.
         keep_downlink: Whether the client keeps what it received (partial downlink).
         threads: CPU threads for training and evaluating.
+        reuse: Whether states below the lowest trained block are computed once per example, where the model allows it;
+            `always` says so if it does not.
         split: What to evaluate on.
         frozen_kinds: Kinds of tensors in trained strata that are not trained in this round (one factor of each pair).
         local_kinds: Kinds that stay on the client, in every stratum.
@@ -81,6 +83,7 @@ class Task:
     send: Literal["delta", "weights"] = "delta"
     keep_downlink: bool = False
     threads: int = 1
+    reuse: Literal["off", "auto", "always"] = "off"
     split: Literal["", "client_validation", "server_validation", "test"] = ""
     frozen_kinds: list[Kind] = field(default_factory=list)
     local_kinds: list[Kind] = field(default_factory=list)

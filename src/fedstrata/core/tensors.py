@@ -40,6 +40,17 @@ def stratum_name(stratum: Stratum) -> str:
     return f"block {stratum}" if isinstance(stratum, int) else stratum
 
 
+def lowest_block(strata: Iterable[Stratum], num_blocks: int) -> int:
+    """The lowest of some strata as a block: 0 for the embeddings, `num_blocks` for the head.
+
+    Example:
+        >>> lowest_block([5, 4, "head"], 6), lowest_block(["head"], 6), lowest_block(["embeddings", 5], 6)
+        (4, 6, 0)
+    """
+    places = {EMBEDDINGS: 0, HEAD: num_blocks}
+    return min((places[s] if isinstance(s, str) else s for s in strata), default=num_blocks)
+
+
 def parse_stratum(text: str | int) -> Stratum:
     """The stratum that a record's key names: "5", "embeddings" or "head".
 

@@ -136,6 +136,7 @@ def build(spec: ExperimentSpec, base_dir: Path, watch: Watch) -> Built:
         seed=spec.run.seed,
         threads=spec.compute.threads_per_client,
         eval_batch_size=spec.eval.batch_size,
+        reuse_memory_bytes=spec.compute.reuse_memory_bytes,
     )
     setup = replace(setup, server_probe=ServerProbe(trainer) if proxies else None)
     if isinstance(method.planner, ContestPlanner) and spec.eval.on == "server":

@@ -61,6 +61,8 @@ def make_setup(spec: ExperimentSpec, method: Method, loaded: LoadedModel, data: 
         partial_downlink=spec.rounds.downlink == "changed",
         head=method.head or spec.adapter.head,
         threads=spec.compute.threads_per_client,
+        reuse=spec.compute.reuse,
+        reuse_memory_bytes=spec.compute.reuse_memory_bytes,
         exactness_values=spec.record.exactness_values if spec.record.exactness else 0,
         examples_of=_examples_of(method, data),
     )

@@ -94,6 +94,15 @@ class ComputeConfig(_Table):
         le=256,
         description="CPU threads for training and evaluating; results are equal only at equal threads.",
     )
+    reuse: Literal["auto", "off", "always"] = Field(
+        default="auto",
+        description='Compute what enters a client\'s lowest trained block once per example: "auto" where examples are visited often enough; changes results by rounding.',
+    )
+    reuse_memory_bytes: int = Field(
+        default=1 << 29,
+        ge=0,
+        description="What a process may keep of that; a client that needs more does without.",
+    )
 
 
 class RecordConfig(_Table):

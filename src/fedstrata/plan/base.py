@@ -121,6 +121,13 @@ class Planner(ABC):
             max_rank: Largest rank of the run, set by the user or the default.
         """
 
+    def lowest_block(self, shape: ModelShape, fleet: Fleet) -> int:
+        """The lowest block that any plan may train, the number of blocks for the head alone; 0 if nobody can say.
+
+        It decides only whether states below are worth keeping from round to round: too low a number costs time.
+        """
+        return 0
+
     @abstractmethod
     def plan(self, state: dict[str, Any], context: PlanContext) -> tuple[RoundPlan, dict[str, Any]]:
         """Plans one round: a pure function of its arguments."""

@@ -62,6 +62,10 @@ class LastBlocks(Planner):
         """The largest rank in every block."""
         return uniform_server_ranks(shape, max_rank)
 
+    def lowest_block(self, shape: ModelShape, fleet: Fleet) -> int:
+        """L − k."""
+        return shape.num_blocks - self.k
+
     def plan(self, state: dict[str, Any], context: PlanContext) -> tuple[RoundPlan, dict[str, Any]]:
         """The same suffix for everyone."""
         return plan_each(context, lambda client: suffix(self.k, client, context), {"rule": self.id, "k": self.k}), state

@@ -51,6 +51,10 @@ class FixedBlocks(Planner):
         """The largest rank in every block."""
         return uniform_server_ranks(shape, max_rank)
 
+    def lowest_block(self, shape: ModelShape, fleet: Fleet) -> int:
+        """The lowest that is written down."""
+        return min((b for blocks in self.clients.values() for b in blocks), default=shape.num_blocks)
+
     def plan(self, state: dict[str, Any], context: PlanContext) -> tuple[RoundPlan, dict[str, Any]]:
         """What is written down."""
         return plan_each(context, lambda client: self._blocks(client, context), {"rule": self.id}), state

@@ -43,6 +43,11 @@ class SuffixByDevice(Planner):
         """The largest rank in every block."""
         return uniform_server_ranks(shape, max_rank)
 
+    def lowest_block(self, shape: ModelShape, fleet: Fleet) -> int:
+        """L less the largest depth of a device in the fleet."""
+        depth = counts_of(self.depth, shape, fleet)
+        return shape.num_blocks - max(depth[client.device.name] for client in fleet.clients)
+
     def plan(self, state: dict[str, Any], context: PlanContext) -> tuple[RoundPlan, dict[str, Any]]:
         """Depth by the client's device."""
         kinds = {client: context.fleet[client].device.name for client in context.cohort}

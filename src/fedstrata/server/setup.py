@@ -49,6 +49,8 @@ class RoundSetup:
         exactness_values: Memory for the exactness error, in numbers; 0 switches it off.
         scaling_power: p in a client's scaling s_k = s·(r/r_k)^p at rank r_k.
         kind: Which adapters clients train.
+        reuse: Whether clients compute what enters their lowest trained block once per example.
+        reuse_memory_bytes: What a process may keep of that.
         server_score: Validation accuracy and loss of a state, on examples of the server's; None where clients own them.
         server_probe: Answers a planner's probe with the server's own examples: the state and the probe's options give
             `{"sums": {block: number}, "count": examples}`.
@@ -74,6 +76,8 @@ class RoundSetup:
     exactness_values: int = 1 << 26
     scaling_power: float = 0.0
     kind: AdapterKind | None = None
+    reuse: Literal["off", "auto", "always"] = "off"
+    reuse_memory_bytes: int = 0
     server_score: Callable[[ServerState], Mapping[str, float]] | None = None
     server_probe: Callable[[ServerState, Mapping[str, Any]], Mapping[str, Any]] | None = None
     examples_of: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -103,6 +107,11 @@ class RoundSetup:
             return self.fleet
         fastest = max((c.device for c in self.fleet.clients), key=lambda d: d.flop_per_s)
         return Fleet((Client(POOLED_CLIENT, fastest, sum(c.num_examples for c in self.fleet.clients)),))
+
+    @cached_property
+    def num_examples(self) -> int:
+        """Training examples of everybody."""
+        return sum(c.num_examples for c in self.workers.clients)
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:

@@ -16,6 +16,7 @@ from fedstrata.plan.checks import check_state
 from fedstrata.plan.cohort import check_round_plan, draw_cohort
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.registry import to_config
+from fedstrata.server.reuse import reuse_of
 from fedstrata.server.setup import POOLED_CLIENT, RoundSetup
 
 FACTORS: tuple[Kind, ...] = ("lora_A", "lora_B")
@@ -149,6 +150,7 @@ def make_task(setup: RoundSetup, state: ServerState, plan: ClientPlan) -> Task:
         send=setup.method.send,
         keep_downlink=setup.partial_downlink,
         threads=setup.threads,
+        reuse=reuse_of(setup, ranks, train),
         frozen_kinds=[k for k in FACTORS if k not in pairs.trained_in(server_round)],
         local_kinds=list(pairs.local),
         drawn_kinds=list(pairs.drawn),

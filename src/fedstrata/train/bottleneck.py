@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -52,6 +53,15 @@ class Bottleneck:
     def off(self) -> None:
         """Takes the values away: the block's output is its own again."""
         self._parameters, self._is_on = {}, False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the block's output alone for a while; the values stay."""
+        before, self._is_on = self._is_on, False
+        try:
+            yield
+        finally:
+            self._is_on = before
 
     def parameter(self, kind: str) -> nn.Parameter:
         """The present D, b or U."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedstrata.objective.base import Objective
 from fedstrata.train.batches import Examples, collate, lengths_of, training_batches
 from fedstrata.train.config import TrainConfig
 from fedstrata.train.lora import AdaptedModel
+from fedstrata.train.prefix import Prefix
 from fedstrata.train.threads import torch_threads
 
 DEFAULT_STEPS = 5
@@ -62,6 +64,7 @@ def train_locally(
     start: Mapping[str, np.ndarray],
     seed_path: tuple[int, int, str],
     threads: int = 1,
+    prefix: Prefix | None = None,
 ) -> LocalResult:
     """Trains what `adapted.set_client` made trainable.
 
@@ -78,6 +81,8 @@ def train_locally(
         start: Values at the start of the round, at least of everything trained.
         seed_path: Seed, server round and client.
         threads: Torch threads while training.
+        prefix: The states of all of `indices` that enter the lowest trained block; None computes them in every step.
+            Both differ by rounding only.
 
     Raises:
         ClientError: If the client has no examples or the loss is not finite.
@@ -96,7 +101,7 @@ def train_locally(
     losses = torch.empty(num_steps)
     num_tokens = 0
     began = time.perf_counter()
-    with torch_threads(threads), torch.random.fork_rng(devices=[]), adapted.dropout():
+    with torch_threads(threads), torch.random.fork_rng(devices=[]), adapted.dropout(), _replay(prefix) as put:
         torch.manual_seed(derive_seed(seed, "dropout", server_round, client) % 2**63)
         optimizer = torch.optim.AdamW(
             tensors, lr=learning_rate, betas=BETAS, eps=EPSILON, weight_decay=config.weight_decay, fused=True
@@ -105,6 +110,7 @@ def train_locally(
         for step, chosen in zip(range(num_steps), order, strict=False):
             batch = collate(examples, chosen, adapted.pad_id)
             labels = batch.pop("labels")
+            put(chosen)
             loss = functional.cross_entropy(adapted.logits(batch), labels)
             if penalized:
                 loss = loss + objective.penalty(parameters, anchors)
@@ -127,6 +133,15 @@ def train_locally(
         last_loss=float(losses[-1]),
         train_s=train_s,
     )
+
+
+@contextmanager
+def _replay(prefix: Prefix | None) -> Iterator[Callable[[np.ndarray], None]]:
+    if prefix is None:
+        yield lambda chosen: None
+    else:
+        with prefix.replay() as put:
+            yield put
 
 
 def _check_finite(losses: torch.Tensor, client: str, server_round: int) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 
 from fedstrata.core.frames import Frames
 from fedstrata.core.shape import BOTTLENECK_KINDS, ModelShape
-from fedstrata.core.tensors import EMBEDDINGS, Layout, NamedTensors, TensorSpec, all_finite
+from fedstrata.core.tensors import Layout, NamedTensors, TensorSpec, all_finite, lowest_block
 from fedstrata.errors import ModelError, PayloadError, PlanError
 from fedstrata.train.bottleneck import Bottleneck, attach_bottlenecks
 from fedstrata.train.config import AdapterConfig
@@ -62,14 +62,14 @@ class AdaptedModel:
         self._options: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
         self._own = by_name  # the base's parameter objects never change, only what stands in for their values
         self._unmoved: dict[str, torch.Tensor] = {}
-        blocks = find_blocks(loaded.model)
-        self._switch = BlockSwitch(loaded.model, blocks)
+        self.blocks = find_blocks(loaded.model)
+        self.switch = BlockSwitch(loaded.model, self.blocks)
         if adapter.kind in ("lora", "square"):
             self._layers = _inject(loaded, adapter)
         if adapter.kind == "square":
             self._squares = {t: SquareMap(layer, ADAPTER) for t, layer in self._layers.items()}
         if adapter.kind == "bottleneck":
-            self._bottlenecks = attach_bottlenecks(blocks, loaded.shape, adapter.dropout)
+            self._bottlenecks = attach_bottlenecks(self.blocks, loaded.shape, adapter.dropout)
         loaded.model.eval().requires_grad_(False)
 
     @property
@@ -86,6 +86,21 @@ class AdaptedModel:
     def pad_id(self) -> int:
         """Id that fills short texts."""
         return self.loaded.pad_id
+
+    @property
+    def bottlenecks(self) -> tuple[Bottleneck, ...]:
+        """The adapters behind the blocks, by block; none of another kind than `bottleneck`."""
+        return tuple(self._bottlenecks.values())
+
+    @property
+    def lowest_trained(self) -> int:
+        """The lowest block that this client trains: 0 also for the embeddings, the number of blocks without one."""
+        return lowest_block(self._trained.strata, self.shape.num_blocks)
+
+    @property
+    def moved(self) -> frozenset[str]:
+        """Targets whose base weights do not stand as loaded."""
+        return frozenset(self._unmoved)
 
     @property
     def frames(self) -> Frames | None:
@@ -167,7 +182,7 @@ class AdaptedModel:
             raise PlanError(f"Block {left_out[0]} is to be trained and left out")
         for adapter in self._bottlenecks.values():
             adapter.off()  # first, so that blocks are looked at without the last client's adapters
-        self._switch.keep(kept_blocks)
+        self.switch.keep(kept_blocks)
         self._present, self._trained = present, trained
         wanted = set(trained.names)
         targets = set(present.targets)
@@ -241,14 +256,13 @@ class AdaptedModel:
     @contextmanager
     def dropout(self) -> Iterator[None]:
         """Turns adapter dropout on from the lowest trained block upwards; everything else stays in eval mode."""
-        blocks = [0 if s == EMBEDDINGS else s for s in self._trained.strata if isinstance(s, int) or s == EMBEDDINGS]
+        lowest = self.lowest_trained
         active = [
             self._layers[t.name].lora_dropout
             for t in self.shape.targets
-            if blocks and t.block >= min(blocks) and t.name in self._layers
+            if t.block >= lowest and t.name in self._layers
         ]
-        if blocks:
-            active += [a.dropout_module for a in [*self._bottlenecks.values()][min(blocks) :]]
+        active += [a.dropout_module for a in self.bottlenecks[lowest:]]
         for module in active:
             module.train()
         try:

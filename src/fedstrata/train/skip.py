@@ -45,6 +45,20 @@ class BlockSwitch:
         self._model, self._blocks = model, blocks
         self._off: dict[int, Any] = {}  # a forward of the block's own that stood on the instance, or None
 
+    @property
+    def is_any_off(self) -> bool:
+        """Whether a block is left out now."""
+        return bool(self._off)
+
+    @cached_property
+    def found(self) -> tuple[str | None, tuple[int | None, ...]]:
+        """What `can_skip_blocks` says, and per block the number of its outputs, None where it returns the states alone.
+
+        Looked at once, with every block on.
+        """
+        calls = _record(self._model, self._blocks)
+        return _problem(self._model, self._blocks, calls), tuple(_length(c.output) for c in calls)
+
     def keep(self, blocks: Collection[int] | None) -> None:
         """Leaves on exactly these blocks; None: all.
 
@@ -56,24 +70,17 @@ class BlockSwitch:
         if unknown:
             raise PlanError(f"There is no block {unknown[0]}", expected=f"0 to {len(every) - 1}")
         off = set() if blocks is None else set(every) - set(blocks)
-        lengths = self._lengths if off else ()
-        for block in sorted(set(self._off) - off):
-            _put_forward(self._blocks.modules[block], self._off.pop(block))
-        for block in sorted(off - set(self._off)):
-            self._off[block] = _put_forward(self._blocks.modules[block], partial(_identity, lengths[block]))
-
-    @cached_property
-    def _lengths(self) -> tuple[int | None, ...]:
-        """Per block the number of its outputs; None where it returns the states alone."""
-        calls = _record(self._model, self._blocks)
-        problem = _problem(self._model, self._blocks, calls)
+        problem, lengths = self.found if off else (None, ())
         if problem:
             raise PlanError(
                 f"Blocks of {type(self._model).__name__} cannot be left out",
                 got=problem,
                 do="use a method that keeps all blocks, e.g. fedra_freeze instead of fedra_skip",
             )
-        return tuple(_length(c.output) for c in calls)
+        for block in sorted(set(self._off) - off):
+            put_forward(self._blocks.modules[block], self._off.pop(block))
+        for block in sorted(off - set(self._off)):
+            self._off[block] = put_forward(self._blocks.modules[block], partial(identity, lengths[block]))
 
 
 def can_skip_blocks(model: nn.Module) -> str | None:
@@ -143,13 +150,13 @@ def _replay(model: nn.Module, blocks: Blocks, calls: list[_Call], live: int) -> 
     try:
         for call in calls:
             if call.block != live:
-                forward = partial(_constant, _as_output(call.result, _length(call.output)))
-                before[call.block] = _put_forward(blocks.modules[call.block], forward)
+                forward = partial(_constant, as_output(call.result, _length(call.output)))
+                before[call.block] = put_forward(blocks.modules[call.block], forward)
         with _hooks((blocks.modules[live],), note):
             _forward(model)
     finally:
         for number, own in before.items():
-            _put_forward(blocks.modules[number], own)
+            put_forward(blocks.modules[number], own)
     return found[0].result if found else None
 
 
@@ -185,7 +192,7 @@ def _length(output: Any) -> int | None:
     return len(output) if isinstance(output, tuple | list) else None
 
 
-def _as_output(states: torch.Tensor | None, length: int | None) -> Any:
+def as_output(states: torch.Tensor | None, length: int | None) -> Any:
     """States in a block's usual kind of output."""
     return states if length is None else (states, *[None] * (length - 1))
 
@@ -195,7 +202,7 @@ def _states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | Non
     return states if isinstance(states, torch.Tensor) else None
 
 
-def _put_forward(module: nn.Module, forward: Any) -> Any:
+def put_forward(module: nn.Module, forward: Any) -> Any:
     """Puts a forward on this very module, None: takes it off; returns the one that stood there, or None."""
     before = module.__dict__.pop("forward", None)
     if forward is not None:
@@ -203,8 +210,9 @@ def _put_forward(module: nn.Module, forward: Any) -> Any:
     return before
 
 
-def _identity(length: int | None, *args: Any, **kwargs: Any) -> Any:
-    return _as_output(_states(args, kwargs), length)
+def identity(length: int | None, *args: Any, **kwargs: Any) -> Any:
+    """A block's forward that hands its states on."""
+    return as_output(_states(args, kwargs), length)
 
 
 def _constant(output: Any, *args: Any, **kwargs: Any) -> Any:

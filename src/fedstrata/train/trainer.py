@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from fedstrata.core.frames import Frames, drawn_frames
 from fedstrata.core.lora import client_scalings, init_lora
 from fedstrata.core.merges import BaseLog, Merge
 from fedstrata.core.shape import global_layout
-from fedstrata.core.tensors import Layout, NamedTensors, parse_stratum
+from fedstrata.core.tensors import Layout, NamedTensors, lowest_block, parse_stratum
 from fedstrata.errors import ClientError, DataError
 from fedstrata.message import Task, TaskLayouts
 from fedstrata.objective.base import OBJECTIVES
@@ -27,9 +28,13 @@ from fedstrata.train.fisher import FisherOptions, choose_examples, fisher_sums
 from fedstrata.train.frames import gradient_sketch
 from fedstrata.train.local import train_locally
 from fedstrata.train.lora import AdaptedModel
+from fedstrata.train.prefix import PrefixReuse
 
 HELD_OUT = "client_heldout"
 """The source of a Fisher probe whose examples are the clients' own; all others are files of the server's."""
+
+REUSE_MEMORY_BYTES = 1 << 29
+"""The default of `compute.reuse_memory_bytes`."""
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -50,6 +55,8 @@ class TorchTrainer:
         seed: The run's seed.
         threads: CPU threads for evaluations that no task asks for.
         eval_batch_size: Examples per forward pass of an evaluation.
+        reuse_memory_bytes: What hidden states that are kept may take; results depend on it only through clients whose
+            own states take more.
     """
 
     def __init__(
@@ -67,6 +74,7 @@ class TorchTrainer:
         eval_batch_size: int,
         proxy_indices: Mapping[str, np.ndarray] = _EMPTY,
         server_proxies: Mapping[str, Examples] = _EMPTY,
+        reuse_memory_bytes: int = REUSE_MEMORY_BYTES,
     ) -> None:
         self.adapted, self.scaling, self.examples = adapted, scaling, examples
         self._layout = layout
@@ -75,6 +83,7 @@ class TorchTrainer:
         self._seed, self._threads, self._eval_batch = seed, threads, eval_batch_size
         self.site = SiteBase()
         self._stands_at = 0
+        self.reuse = PrefixReuse(adapted, examples, reuse_memory_bytes)
         if adapted.adapter.kind == "square" and adapted.frames is None:
             adapted.set_frames(self._frames_of(BaseLog()))
 
@@ -123,33 +132,58 @@ class TorchTrainer:
         """One client's training in one round."""
         if task.client not in self._train:
             raise ClientError(f"There is no data of client {task.client} here")
+        indices, config = self._train[task.client], TrainConfig.model_validate(task.train)
+        scaling = task.scalings(self.scaling, self._layout, layouts.present)
         kept = [s for s in map(parse_stratum, task.ranks) if isinstance(s, int)]
+        began, prefix = time.perf_counter(), None
+        problem = self._no_reuse(task, layouts, indices) if task.reuse != "off" else None
         self.adapted.set_client(
-            start,
-            layouts.present,
-            layouts.trained,
-            task.scalings(self.scaling, self._layout, layouts.present),
-            kept_blocks=kept if task.skip_blocks else None,
+            start, layouts.present, layouts.trained, scaling, kept_blocks=kept if task.skip_blocks else None
         )
+        if task.reuse != "off" and problem is None:
+            prefix = self.reuse.prefix(
+                task.client,
+                indices,
+                start,
+                layouts.present,
+                scaling,
+                chunk_size=config.batch_size,
+                threads=task.threads,
+                base_number=self._stands_at,
+            )
+        prefix_s = time.perf_counter() - began
         result = train_locally(
             self.adapted,
             self.examples,
-            self._train[task.client],
-            config=TrainConfig.model_validate(task.train),
+            indices,
+            config=config,
             learning_rate=task.learning_rate,
             objective=OBJECTIVES.build(task.objective),
             start=start,
             seed_path=(task.seed, task.server_round, task.client),
             threads=task.threads,
+            prefix=prefix,
         )
+        numbers = {"last_loss": result.last_loss, "num_tokens": float(result.num_tokens)}
+        measured = {"train_s": result.train_s, "rss_bytes": float(psutil.Process().memory_info().rss)}
+        if task.reuse != "off":
+            numbers["reused_below"] = float(prefix.states.block) if prefix else 0.0
+            measured |= {"train_s": prefix_s + result.train_s, "prefix_s": prefix_s}
         return LocalWork(
             tensors=self.adapted.read(layouts.present),
             num_examples=result.num_examples,
             num_steps=result.num_steps,
             loss=result.mean_loss,
-            numbers={"last_loss": result.last_loss, "num_tokens": float(result.num_tokens)},
-            measured={"train_s": result.train_s, "rss_bytes": float(psutil.Process().memory_info().rss)},
+            numbers=numbers,
+            measured=measured,
+            warnings=[f"hidden states are not reused: {problem}"] if problem and task.reuse == "always" else (),
         )
+
+    def _no_reuse(self, task: Task, layouts: TaskLayouts, indices: np.ndarray) -> str | None:
+        """Why this client is trained in the plain loop; None if its states are computed once. May reset the model."""
+        if task.skip_blocks:
+            return "blocks that are not trained are left out"
+        return self.reuse.problem(lowest_block(layouts.trained.strata, self.adapted.shape.num_blocks), indices)
 
     def evaluate(self, task: Task, layouts: TaskLayouts, tensors: NamedTensors) -> Score:
         """Evaluates what a task describes on the split that it names."""
