@@ -108,7 +108,7 @@ def _train(
             engine = LocalEngine(built.trainer, FolderStates(folder.path / "clients"))
             keep = folder.keep_payload if options.keep_payloads else drop_payload
             watch.start(built, state)
-            observer = Observer(watch.planned, watch.client_done, keep)
+            observer = Observer(watch.planned, watch.client_done, keep, watch.client_began, watch.client_back)
             reason = stop_reason(spec, state)
             while reason is None:
                 round_began = time.perf_counter()
