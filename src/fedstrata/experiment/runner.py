@@ -105,7 +105,8 @@ def _train(
         try:
             first_round = state.server_round + 1
             built.trainer.site = SiteBase(folder.path / "site" / "base.safetensors")
-            engine = LocalEngine(built.trainer, FolderStates(folder.path / "clients"))
+            states = FolderStates(folder.path / "clients")
+            engine = LocalEngine(built.trainer, states)
             keep = folder.keep_payload if options.keep_payloads else drop_payload
             watch.start(built, state)
             observer = Observer(watch.planned, watch.client_done, keep, watch.client_began, watch.client_back)

@@ -19,7 +19,7 @@ from fedstrata.core.tensors import Layout, NamedTensors, parse_stratum
 from fedstrata.errors import ClientError, DataError
 from fedstrata.message import Task, TaskLayouts
 from fedstrata.objective.base import OBJECTIVES
-from fedstrata.record.site import SiteBase
+from fedstrata.record.site import Site, SiteBase
 from fedstrata.train.batches import Examples
 from fedstrata.train.config import TrainConfig
 from fedstrata.train.evaluate import evaluate
@@ -73,7 +73,7 @@ class TorchTrainer:
         self._train, self._validation, self._splits = train_indices, validation_indices, splits
         self._proxies, self._server_proxies = proxy_indices, server_proxies
         self._seed, self._threads, self._eval_batch = seed, threads, eval_batch_size
-        self.site = SiteBase()
+        self.site: Site = SiteBase()
         self._stands_at = 0
         if adapted.adapter.kind == "square" and adapted.frames is None:
             adapted.set_frames(self._frames_of(BaseLog()))
