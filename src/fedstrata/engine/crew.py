@@ -96,7 +96,7 @@ class CrewEngine:
         folder: Path | None = None,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
     ) -> None:
-        self._crew, self._states, self._base = crew, states, base
+        self._crew, self.states, self.base = crew, states, base
         self._folder, self._memory_bytes = folder, memory_bytes
         self._held: dict[int, deque[Job]] = {}
         self._ready: set[int] = set()
@@ -167,8 +167,8 @@ class CrewEngine:
         job = shift.next_job()
         state: Bytes | ClientFailure
         try:
-            self._base.receive(job, self._crew.publish)
-            state = read_state(self._states, job)
+            self.base.receive(job, self._crew.publish)
+            state = read_state(self.states, job)
         except RunFolderError:
             raise
         except FedstrataError as error:
@@ -194,7 +194,7 @@ class CrewEngine:
             self._replace(shift, worker, what.reason)
         elif shift is not None:
             job = self._held[worker].popleft()
-            shift.put(job, settle(self._states, job, what))
+            shift.put(job, settle(self.states, job, what))
         return True
 
     def _replace(self, shift: _Shift | None, worker: int, reason: str) -> None:
