@@ -71,6 +71,8 @@ def run(
     fresh: bool = False,
     quiet: bool = False,
     keep_payloads: bool = False,
+    engine: str = "auto",
+    workers: int | None = None,
     **overrides: Any,
 ) -> RunResult:
     """Runs an experiment; an interrupted one goes on, a finished one is just loaded.
@@ -81,6 +83,9 @@ def run(
         fresh: Delete an earlier run in that folder first.
         quiet: No progress display.
         keep_payloads: Store every payload as it went over the line.
+        engine: How clients run: "local" in this process, "pool" in worker processes, "auto" as it pays.
+            Results are equal.
+        workers: How many clients train at the same time; as many as there are cores where None.
         **overrides: Keys of the spec with `__` for dots, e.g. `rounds__count=20`; `seed` stands for `run__seed`.
 
     Returns:
@@ -107,7 +112,13 @@ def run(
     with display as watch:
         quick = experiment == "quickstart"
         spec, base_dir = quickstart_experiment(watch, pairs) if quick else load_spec(experiment, pairs)
-        options = RunOptions(Path(out) if out is not None else None, fresh=fresh, keep_payloads=keep_payloads)
+        options = RunOptions(
+            Path(out) if out is not None else None,
+            fresh=fresh,
+            keep_payloads=keep_payloads,
+            engine=engine,
+            workers=workers,
+        )
         return RunResult(run_experiment(spec, base_dir, options, watch).path)
 
 

@@ -10,6 +10,7 @@ FedstrataError                 something a user can mend; shown without a traceb
 ├── PayloadError               bytes that are not what they should be
 ├── AggregationError           replies that cannot be merged
 ├── RoundError                 a round without enough good replies
+├── EngineError                workers cannot be started
 ├── ClientError                a client's work failed (becomes a ClientFailure record)
 └── RunFolderError             a run folder that is another run's, damaged, or cannot be written
 ```
@@ -92,6 +93,10 @@ class AggregationError(FedstrataError):
 
 class RoundError(FedstrataError):
     """A round without enough good replies."""
+
+
+class EngineError(FedstrataError):
+    """Workers cannot be started."""
 
 
 class ClientError(FedstrataError):

@@ -6,23 +6,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fedstrata.aggregate.base import ClientUpdate
 from fedstrata.core.wire import Bytes, SectionBytes, frame_sections
 from fedstrata.errors import AggregationError, PayloadError, RoundError
 from fedstrata.message import unpack_reply
-from fedstrata.plan.base import RoundPlan
+from fedstrata.plan.base import ClientPlan, RoundPlan
 from fedstrata.plan.checks import check_state
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.failure import ClientFailure
 from fedstrata.server.contest import decide
 from fedstrata.server.lanes import open_lanes
-from fedstrata.server.measure import Traffic, add_totals, client_record, round_record
+from fedstrata.server.measure import Traffic, add_totals, client_record, local_flop, round_record
+from fedstrata.server.orders import Answer, Engine, Order
 from fedstrata.server.probe import ask
-from fedstrata.server.setup import Engine, RoundSetup
+from fedstrata.server.setup import RoundSetup
 from fedstrata.server.tasks import plan_round
 
 
@@ -33,6 +35,8 @@ class Observer:
     planned: Callable[[RoundPlan], None] = lambda plan: None
     client_done: Callable[[dict[str, Any]], None] = lambda record: None
     payload: Callable[[int, str, str, Bytes], None] = lambda server_round, client, direction, data: None
+    client_began: Callable[[str], None] = lambda client: None
+    client_back: Callable[[str], None] = lambda client: None
 
 
 def run_round(
@@ -55,19 +59,31 @@ def run_round(
     observer.planned(plan)
     server_round = plan.server_round
     lanes = open_lanes(setup, state, plan)
+    sent: dict[str, Traffic] = {}
     traffic: dict[str, Traffic] = {}
     client_records = []
 
-    def tasks() -> Iterator[tuple[str, int, Bytes]]:
-        for client_plan in plan.clients:
-            mine = lanes[client_plan.group].send(client_plan)
-            traffic[client_plan.client] = mine
-            observer.payload(server_round, client_plan.client, "down", mine.data)
-            yield client_plan.client, mine.task.accepted_round, mine.data
-            mine.data = b""
+    def pack(client_plan: ClientPlan) -> Bytes:
+        client = client_plan.client
+        sent[client], data = lanes[client_plan.group].send(client_plan)
+        observer.payload(server_round, client, "down", data)
+        observer.client_began(client)
+        return data
 
-    for client, answer in engine.run(tasks()):
-        mine = traffic[client]
+    orders = [
+        Order(
+            p.client,
+            state.accepted.get(p.client, 0),
+            partial(pack, p),
+            size=local_flop(setup, p),
+            arrived=partial(observer.client_back, p.client),
+        )
+        for p in plan.clients
+    ]
+    for client, answer in engine.run(orders):
+        mine = traffic[client] = sent.pop(client)
+        if not isinstance(answer, ClientFailure):
+            mine.start = lanes[mine.plan.group].start(mine)
         update = _receive(setup, mine, answer, observer)
         if update is not None and len(update.layout):
             try:
@@ -128,9 +144,7 @@ def _first_failures(traffic: Iterable[Traffic], shown: int = 3) -> str:
     return "; ".join(lines)
 
 
-def _receive(
-    setup: RoundSetup, mine: Traffic, answer: Bytes | ClientFailure, observer: Observer
-) -> ClientUpdate | None:
+def _receive(setup: RoundSetup, mine: Traffic, answer: Answer, observer: Observer) -> ClientUpdate | None:
     """The update, or None with the failure noted: a bad reply is data, not an exception."""
     task = mine.task
     if isinstance(answer, ClientFailure):

@@ -31,6 +31,7 @@ from fedstrata.record.failure import ClientFailure
 from fedstrata.record.site import SiteBase
 from fedstrata.round import Observer, run_round
 from fedstrata.select import AcceptAll
+from fedstrata.server.orders import Answer, Order
 from fedstrata.server.setup import POOLED_CLIENT, RoundSetup
 
 NUM_BLOCKS = 12
@@ -157,8 +158,8 @@ class Line:
     inner: LocalEngine
     damage: set[str] = field(default_factory=set)
 
-    def run(self, tasks: Iterable[tuple[str, int, Bytes]]) -> Iterator[tuple[str, Bytes | ClientFailure]]:
-        for client, answer in self.inner.run(tasks):
+    def run(self, orders: Sequence[Order]) -> Iterator[tuple[str, Answer]]:
+        for client, answer in self.inner.run(orders):
             if client in self.damage and not isinstance(answer, ClientFailure):
                 data = bytearray(answer)
                 data[-1] ^= 1

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from fedstrata.core.wire import REPLY, Payload, frame_sections, pack_frame, peek_header, unpack_frame
+from fedstrata.core.wire import REPLY, Bytes, Payload, frame_sections, pack_frame, peek_header, unpack_frame
 from fedstrata.errors import ConfigError, RoundError
 from fedstrata.message import unpack_task
+from fedstrata.server.orders import Order
 
 SIZES = {"a": 30, "b": 7, "c": 12, "d": 1}
 BLOCKS = 4
@@ -120,15 +122,15 @@ class Liar:
     header: dict[str, Any]
     asked: list[str] = field(default_factory=list)
 
-    def run(self, tasks: Any) -> Iterator[tuple[str, Any]]:
+    def run(self, orders: Any) -> Iterator[tuple[str, Any]]:
         jobs = {}
 
-        def watched() -> Iterator[Any]:
-            for client, accepted, task in tasks:
-                jobs[client] = peek_header(task)["job"]
-                yield client, accepted, task
+        def watched(order: Order) -> Bytes:
+            task = order.pack()
+            jobs[order.client] = peek_header(task)["job"]
+            return task
 
-        for client, answer in self.inner.run(watched()):
+        for client, answer in self.inner.run([replace(o, pack=partial(watched, o)) for o in orders]):
             if client == "b" and jobs[client] == "fisher":
                 answer = pack_frame(REPLY, "", self.header, Payload())
             yield client, answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,8 @@ from fedstrata.core.wire import REPLY, Bytes, Payload, pack_frame
 from fedstrata.errors import RoundError, RunFolderError
 from fedstrata.message import unpack_task
 from fedstrata.record.checkpoint import save_checkpoint
-from fedstrata.record.failure import ClientFailure
 from fedstrata.server.evaluate import evaluate_on_clients
+from fedstrata.server.orders import Answer, Order
 
 SIZES = {"a": 30, "b": 7, "c": 12, "d": 1}
 
@@ -25,8 +25,8 @@ class Forger:
     inner: Any
     headers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def run(self, tasks: Iterable[tuple[str, int, Bytes]]) -> Iterator[tuple[str, Bytes | ClientFailure]]:
-        for client, answer in self.inner.run(tasks):
+    def run(self, orders: Sequence[Order]) -> Iterator[tuple[str, Answer]]:
+        for client, answer in self.inner.run(orders):
             header = self.headers.get(client)
             yield client, answer if header is None else pack_frame(REPLY, "float32", header, Payload())
 

@@ -277,7 +277,7 @@ def test_a_partition_that_gives_no_owners_is_told(tmp_path: Path, what: str) -> 
     name = "./odd.py:deal"
     load_plugins(spec(simulation={"partition": {"kind": name}}), tmp_path)
     with pytest.raises(DataError, match="does not give every example to a client"):
-        partition(PartitionConfig(kind=name), np.arange(9) % 2, 3, seed=0)
+        partition(PartitionConfig(kind=name), np.arange(9) % 2, None, 3, seed=0)
 
 
 def test_a_source_that_gives_no_table_is_told(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from fedstrata.codec import Float32
 from fedstrata.core.shape import ModelShape, TargetShape, global_layout
 from fedstrata.core.tensors import HEAD, TensorSpec
-from fedstrata.core.wire import REPLY, Bytes, Payload, frame_sections, pack_frame
+from fedstrata.core.wire import REPLY, Payload, frame_sections, pack_frame
 from fedstrata.device.cost import predict_client_seconds
 from fedstrata.device.fleet import Client, DeviceProfile, Fleet
 from fedstrata.errors import ConfigError
@@ -19,6 +19,7 @@ from fedstrata.message import Task, unpack_task
 from fedstrata.method import METHODS
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.failure import ClientFailure
+from fedstrata.server.orders import Answer, Order
 from fedstrata.server.probe import ask
 from fedstrata.server.setup import RoundSetup
 
@@ -40,10 +41,11 @@ class Script:
     accepted: dict[str, int] = field(default_factory=dict)
     num_values: dict[str, int] = field(default_factory=dict)
 
-    def run(self, tasks: Iterable[tuple[str, int, Bytes]]) -> Iterator[tuple[str, Bytes | ClientFailure]]:
-        for client, accepted, data in tasks:
-            task, frame = unpack_task(data)
-            self.tasks[client], self.accepted[client] = task, accepted
+    def run(self, orders: Sequence[Order]) -> Iterator[tuple[str, Answer]]:
+        for order in orders:
+            client = order.client
+            task, frame = unpack_task(order.pack())
+            self.tasks[client], self.accepted[client] = task, order.accepted_round
             self.num_values[client] = len(frame.payload.values) // 4
             answer = self.answers[client]
             yield client, pack_frame(REPLY, "", answer, Payload()) if isinstance(answer, dict) else answer

@@ -106,6 +106,10 @@ def weights_of(adapted: AdaptedModel) -> dict[Any, Any]:
     return found
 
 
+ROUNDING = 5e-6
+"""Float32 gradients: on some processors GPT-2's differ by 1.2e-6 between a batch and single examples."""
+
+
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_factor_scores_equal_autograd_example_by_example(tmp_path: Path, architecture: str) -> None:
     adapted, examples = adapt(tmp_path, architecture), texts()
@@ -113,7 +117,7 @@ def test_factor_scores_equal_autograd_example_by_example(tmp_path: Path, archite
     found = fisher_sums(adapted, examples, np.arange(14), trained=trained, fisher_on="factors")
     expected = by_autograd(adapted, examples, range(14), tensors_of(adapted, trained))
     assert found.count == 14
-    assert found.sums == pytest.approx(expected, rel=1e-6)
+    assert found.sums == pytest.approx(expected, rel=ROUNDING)
     assert min(found.sums.values()) > 0
 
 
@@ -123,7 +127,7 @@ def test_weight_scores_equal_autograd_on_the_whole_weights(tmp_path: Path, archi
     trained = put_client(adapted)
     found = fisher_sums(adapted, examples, np.arange(14), trained=trained, fisher_on="weight")
     expected = by_autograd(adapted, examples, range(14), weights_of(adapted))
-    assert found.sums == pytest.approx(expected, rel=1e-6)
+    assert found.sums == pytest.approx(expected, rel=ROUNDING)
     assert min(found.sums.values()) > 0
 
 

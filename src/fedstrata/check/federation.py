@@ -17,7 +17,6 @@ from fedstrata.core.merges import Merge
 from fedstrata.core.rng import generator
 from fedstrata.core.shape import AdapterKind, global_layout
 from fedstrata.core.tensors import EMBEDDINGS, HEAD, Layout, NamedTensors, Stratum
-from fedstrata.core.wire import Bytes
 from fedstrata.engine.local import LocalEngine
 from fedstrata.errors import PlanError
 from fedstrata.message import Task, TaskLayouts
@@ -27,6 +26,7 @@ from fedstrata.record.clients import MemoryStates
 from fedstrata.record.failure import ClientFailure
 from fedstrata.record.site import SiteBase
 from fedstrata.round import run_round
+from fedstrata.server.orders import Answer, Order
 from fedstrata.server.setup import POOLED_CLIENT, RoundSetup
 
 Habit: TypeAlias = Literal["raises", "sends NaN", "strays"]
@@ -122,9 +122,9 @@ class DamagedLine:
     inner: LocalEngine
     damaged: frozenset[str] = frozenset()
 
-    def run(self, tasks: Iterable[tuple[str, int, Bytes]]) -> Iterator[tuple[str, Bytes | ClientFailure]]:
-        """Replies in the order of the tasks."""
-        for client, answer in self.inner.run(tasks):
+    def run(self, orders: Sequence[Order]) -> Iterator[tuple[str, Answer]]:
+        """Answers in ascending client id."""
+        for client, answer in self.inner.run(orders):
             if client in self.damaged and not isinstance(answer, ClientFailure):
                 data = bytearray(answer)
                 data[-1] ^= 1

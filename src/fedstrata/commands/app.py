@@ -23,6 +23,10 @@ Out = Annotated[Path | None, typer.Option("--out", help="Run folder; runs/<name>
 Fresh = Annotated[bool, typer.Option("--fresh", help="Delete an earlier run in that folder first.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, e.g. rounds.count=20.")]
 Keep = Annotated[bool, typer.Option("--keep-payloads", help="Store every payload as it went over the line.")]
+Engine = Annotated[str, typer.Option("--engine", metavar="auto|local|pool", help="How clients run; results are equal.")]
+Workers = Annotated[
+    int | None, typer.Option("--workers", min=1, help="Clients that train at the same time; as many as cores.")
+]
 OtherEnvironment = Annotated[
     bool, typer.Option("--other-environment", help="Resume although versions or the CPU differ.")
 ]
@@ -54,6 +58,8 @@ def run_and_print(
     extend: bool,
     watch: Any,
     json_: bool,
+    engine: str,
+    workers: int | None,
 ) -> None:
     """Runs an experiment and prints its summary."""
     watch.step("starting PyTorch")
@@ -61,7 +67,7 @@ def run_and_print(
     from fedstrata.report.stored import read_run, read_summary
     from fedstrata.report.terminal import print_summary
 
-    options = RunOptions(out, fresh, keep_payloads, other_environment, extend)
+    options = RunOptions(out, fresh, keep_payloads, other_environment, extend, engine, workers)
     spec, base_dir = experiment
     folder = run_experiment(spec, base_dir, options, watch)
     summary = read_summary(folder.path) or {}

@@ -8,12 +8,14 @@ from typing import Annotated
 import typer
 
 from fedstrata.commands.app import (
+    Engine,
     Fresh,
     Json,
     Keep,
     OtherEnvironment,
     Out,
     Set,
+    Workers,
     app,
     display,
     print_json,
@@ -54,6 +56,8 @@ def run(
     set_: Set = None,
     keep_payloads: Keep = False,
     other_environment: OtherEnvironment = False,
+    engine: Engine = "auto",
+    workers: Workers = None,
     json_: Json = False,
 ) -> None:
     """Runs an experiment; the same command again goes on, or says that it is finished.
@@ -70,13 +74,21 @@ def run(
         if resume is not None:
             if fresh or out:
                 raise ConfigError("--resume goes on in its own folder", got="--fresh or --out beside it")
-            run_and_print(
-                respec(resume, set_ or []), resume, False, keep_payloads, other_environment, True, watch, json_
-            )
-        elif experiment is not None:
-            run_and_print(
-                load_spec(experiment, set_ or []), out, fresh, keep_payloads, other_environment, False, watch, json_
-            )
+            spec = respec(resume, set_ or [])
+        else:
+            spec = load_spec(experiment or "", set_ or [])
+        run_and_print(
+            spec,
+            resume or out,
+            fresh,
+            keep_payloads,
+            other_environment,
+            resume is not None,
+            watch,
+            json_,
+            engine,
+            workers,
+        )
 
 
 @app.command(rich_help_panel="Run")

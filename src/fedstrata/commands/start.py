@@ -8,13 +8,31 @@ from typing import Annotated
 
 import typer
 
-from fedstrata.commands.app import Fresh, Json, Keep, Out, Set, app, display, print_json, run_and_print
+from fedstrata.commands.app import (
+    Engine,
+    Fresh,
+    Json,
+    Keep,
+    Out,
+    Set,
+    Workers,
+    app,
+    display,
+    print_json,
+    run_and_print,
+)
 from fedstrata.errors import ConfigError
 
 
 @app.command(rich_help_panel="Start")
 def quickstart(
-    out: Out = None, fresh: Fresh = False, set_: Set = None, keep_payloads: Keep = False, json_: Json = False
+    out: Out = None,
+    fresh: Fresh = False,
+    set_: Set = None,
+    keep_payloads: Keep = False,
+    engine: Engine = "auto",
+    workers: Workers = None,
+    json_: Json = False,
 ) -> None:
     """A first result: MiniLM sorts BBC News over 12 unequal clients (about a minute on two cores).
 
@@ -24,7 +42,7 @@ def quickstart(
 
     with display(json_) as watch:
         experiment = quickstart_experiment(watch, set_ or [])
-        run_and_print(experiment, out, fresh, keep_payloads, False, False, watch, json_)
+        run_and_print(experiment, out, fresh, keep_payloads, False, False, watch, json_, engine, workers)
 
 
 @app.command(rich_help_panel="Start")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 
 from fedstrata.client import Score
 from fedstrata.core.lora import orthonormal_rows
@@ -17,6 +18,7 @@ from fedstrata.core.tensors import NamedTensors
 from fedstrata.core.units import format_bytes
 from fedstrata.data.load import SplitData, length_notes
 from fedstrata.data.proxy import ProxySet, resolve_proxy
+from fedstrata.data.task import EncodedDataset
 from fedstrata.errors import ConfigError, PlanError
 from fedstrata.experiment.contradictions import has_validation
 from fedstrata.experiment.methods import build_method
@@ -37,6 +39,7 @@ from fedstrata.server.tasks import plan_round
 from fedstrata.train.adapter_folder import load_adapter, save_adapter
 from fedstrata.train.lora import AdaptedModel
 from fedstrata.train.model import LoadedModel, load_model
+from fedstrata.train.share import weights_of
 from fedstrata.train.skip import can_skip_blocks
 from fedstrata.train.trainer import TorchTrainer
 
@@ -56,6 +59,9 @@ class Built:
         initial: The state before the first round.
         keep: Which state `adapter/` will hold.
         info: What `run.json` says about clients, model and data.
+        dataset: All encoded examples of the clients and the server.
+        weights: The base model as loaded, for workers; not copied.
+        indices: Whose examples are whose: by client for `train`, `validation` and `proxy`; by name for `splits`.
     """
 
     spec: ExperimentSpec
@@ -65,6 +71,9 @@ class Built:
     initial: ServerState
     keep: str
     info: dict[str, Any]
+    dataset: EncodedDataset
+    weights: Mapping[str, torch.Tensor]
+    indices: Mapping[str, Mapping[str, np.ndarray]]
 
     @property
     def is_personal(self) -> bool:
@@ -117,22 +126,24 @@ def build(spec: ExperimentSpec, base_dir: Path, watch: Watch) -> Built:
     setup = make_setup(spec, method, loaded, data)
     if method.skips_blocks and (problem := can_skip_blocks(loaded.model)):
         raise PlanError(f"The model's blocks cannot be left out: {problem}", do='use method.name = "fedra_freeze"')
+    weights = weights_of(loaded)
     adapted = AdaptedModel(loaded, spec.adapter)
     clients = data.splits.clients.items()
-    indices = [{c: getattr(s, part) for c, s in clients} for part in ("train", "validation", "proxy")]
+    indices = {part: {c: getattr(s, part) for c, s in clients} for part in ("train", "validation", "proxy")}
     if method.topology == "pooled":
-        indices = [_pooled(i) for i in indices]
+        indices = {part: _pooled(i) for part, i in indices.items()}
+    indices["splits"] = {"server_validation": data.splits.server_validation, "test": data.splits.test}
     proxies = _server_proxies(spec, method, loaded, data, base_dir)
     trainer = TorchTrainer(
         adapted,
         setup.layout,
         setup.scaling,
         dataset,
-        train_indices=indices[0],
-        validation_indices=indices[1],
-        proxy_indices=indices[2],
+        train_indices=indices["train"],
+        validation_indices=indices["validation"],
+        proxy_indices=indices["proxy"],
         server_proxies={p.source: p.examples for p in proxies},
-        splits={"server_validation": data.splits.server_validation, "test": data.splits.test},
+        splits=indices["splits"],
         seed=spec.run.seed,
         threads=spec.compute.threads_per_client,
         eval_batch_size=spec.eval.batch_size,
@@ -162,7 +173,8 @@ def build(spec: ExperimentSpec, base_dir: Path, watch: Watch) -> Built:
         info["data"]["scoring"] = [p.to_json() for p in proxies] or _heldout(data)
     if scoring_source(method) != CLIENT_SOURCE and any(len(s.proxy) for s in data.splits.clients.values()):
         info["data"]["held_out"] = {c: len(s.proxy) for c, s in data.splits.clients.items()}
-    return Built(spec, METHODS.find(spec.method.name).name, setup, trainer, initial, keep, info)
+    name = METHODS.find(spec.method.name).name
+    return Built(spec, name, setup, trainer, initial, keep, info, dataset, weights, indices)
 
 
 def _check_memory(setup: RoundSetup) -> None:

@@ -13,7 +13,7 @@ from fedstrata.experiment.store import SCHEMA_VERSION, RunFolder
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.files import copy_folder, read_json, read_lines, write_json
 from fedstrata.server.evaluate import evaluate_on_clients
-from fedstrata.server.setup import Engine
+from fedstrata.server.orders import Engine
 
 
 def finish(

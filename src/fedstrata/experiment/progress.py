@@ -96,10 +96,22 @@ class RunDisplay(Watch):
         self._cohort = {p.client: {"blocks": p.blocks, "state": "waits", "loss": None} for p in plan.clients}
         if self._task is not None:
             self._progress.update(self._task, now=plan.server_round)
-        self._mark_next()
+        self._refresh()
+
+    def client_began(self, client: str) -> None:
+        """Shows who trains."""
+        self._cohort[client]["state"] = "[bold cyan]trains[/bold cyan]"
+        self._refresh()
+
+    def client_back(self, client: str) -> None:
+        """One client further."""
+        self._cohort[client]["state"] = "back"
+        if self._task is not None:
+            self._progress.advance(self._task)
+        self._refresh()
 
     def client_done(self, record: Mapping[str, Any]) -> None:
-        """One client further."""
+        """What came of it."""
         entry = self._cohort[record["client"]]
         entry["state"] = "[green]done[/green]" if record["status"] == "ok" else "[red]failed[/red]"
         entry["loss"] = record["loss"]
@@ -110,9 +122,7 @@ class RunDisplay(Watch):
             self.note(f"client {record['client']} failed: {reason}")
         for warning in record["warnings"]:
             self.note(f"client {record['client']}: {warning}")
-        if self._task is not None:
-            self._progress.advance(self._task)
-        self._mark_next()
+        self._refresh()
 
     def round_done(self, record: Mapping[str, Any]) -> None:
         """One line per round where there is no live display."""
@@ -146,13 +156,6 @@ class RunDisplay(Watch):
             f"{folder} is already finished; the same command with --fresh runs it anew, "
             f"`fedstrata run --resume {shlex.quote(str(folder))} --set rounds.count=N` trains further"
         )
-
-    def _mark_next(self) -> None:
-        for entry in self._cohort.values():
-            if entry["state"] == "waits":
-                entry["state"] = "[bold cyan]trains[/bold cyan]"
-                break
-        self._refresh()
 
     def _refresh(self) -> None:
         if self._live is not None:

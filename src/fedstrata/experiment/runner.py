@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedstrata.discovery import foreign_errors, in_words
-from fedstrata.engine.local import LocalEngine
 from fedstrata.errors import FedstrataError
 from fedstrata.experiment.admission import Admission, admit, check_world
 from fedstrata.experiment.build import Built, build
+from fedstrata.experiment.engines import check_engine, choose_engine, engine_record, open_engine
 from fedstrata.experiment.finish import finish
 from fedstrata.experiment.interrupt import Interrupts
 from fedstrata.experiment.load import resolved
@@ -23,8 +23,6 @@ from fedstrata.experiment.scoring import is_better, stop_reason, validate
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.experiment.store import SCHEMA_VERSION, RunFolder, resume_hash, spec_hash
 from fedstrata.experiment.watch import Watch
-from fedstrata.record.clients import FolderStates
-from fedstrata.record.site import SiteBase
 from fedstrata.round import Observer, run_round
 from fedstrata.server.evaluate import drop_payload
 
@@ -38,6 +36,8 @@ class RunOptions:
         fresh: Delete an earlier run in that folder, once everything for the new one is loaded.
         keep_payloads: Store every payload as it went over the line.
         other_environment: Go on although versions or the CPU differ from the run's beginning.
+        engine: `auto`, `local` or `pool`.
+        workers: How many clients train at the same time; None lets the engine decide.
         extend: Whether a larger `rounds.count` than the folder's is meant (`--resume DIR --set rounds.count=…`).
     """
 
@@ -46,6 +46,8 @@ class RunOptions:
     keep_payloads: bool = False
     other_environment: bool = False
     extend: bool = False
+    engine: str = "auto"
+    workers: int | None = None
 
 
 def run_experiment(spec: ExperimentSpec, base_dir: Path, options: RunOptions, watch: Watch) -> RunFolder:
@@ -63,6 +65,7 @@ def run_experiment(spec: ExperimentSpec, base_dir: Path, options: RunOptions, wa
     Raises:
         FedstrataError: If anything a user can mend is wrong. What was finished before is kept.
     """
+    check_engine(options.engine, options.workers)
     values, method = resolved(spec), build_method(spec)
     folder = RunFolder(options.out or default_folder(spec))
     folder.lock()
@@ -101,7 +104,7 @@ def _train(
     admission: Admission | None,
 ) -> None:
     began = time.perf_counter()
-    with Interrupts(watch) as interrupts:
+    with Interrupts(watch) as interrupts, ExitStack() as running:
         built = build(spec, base_dir, watch)
         known = resume_hash(values, _decided_by_rounds(built))
         if admission is not None:
@@ -114,11 +117,15 @@ def _train(
             state = folder.load(known) or built.initial
         try:
             first_round = state.server_round + 1
-            built.trainer.site = SiteBase(folder.path / "site" / "base.safetensors")
-            engine = LocalEngine(built.trainer, FolderStates(folder.path / "clients"))
+            choice = choose_engine(options.engine, options.workers, built, spec.rounds.count - state.server_round)
+            may_fall_back = options.engine == "auto"
+            engine, choice = running.enter_context(
+                open_engine(choice, built, base_dir, folder.path, watch, may_fall_back=may_fall_back)
+            )
+            folder.note(engine=engine_record(choice))
             keep = folder.keep_payload if options.keep_payloads else drop_payload
             watch.start(built, state)
-            observer = Observer(watch.planned, watch.client_done, keep)
+            observer = Observer(watch.planned, watch.client_done, keep, watch.client_began, watch.client_back)
             reason = stop_reason(spec, state)
             while reason is None:
                 round_began = time.perf_counter()

@@ -13,7 +13,7 @@ from fedstrata.experiment.contradictions import has_validation
 from fedstrata.experiment.spec import ExperimentSpec
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.server.evaluate import ClientScores, KeepPayload, Split, drop_payload, evaluate_on_clients
-from fedstrata.server.setup import Engine
+from fedstrata.server.orders import Engine
 
 
 def metrics(sums: Mapping[str, float]) -> dict[str, float]:

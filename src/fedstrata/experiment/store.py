@@ -166,6 +166,12 @@ class RunFolder:
         record = read_json(self.run_file)
         self.write_run(record | {"status": status, "measured": record["measured"] | measured})
 
+    def note(self, **measured: Any) -> None:
+        """Adds to the measured part of `run.json`, where that changes it."""
+        record = read_json(self.run_file)
+        if {k: record["measured"].get(k) for k in measured} != measured:
+            self.write_run(record | {"measured": record["measured"] | measured})
+
     def load(self, expected_hash: str) -> ServerState | None:
         """The state to go on from, with all records cut back to it; None before the first finished round."""
         remove_leftovers(self.path)

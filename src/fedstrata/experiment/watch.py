@@ -34,6 +34,14 @@ class Watch(ABC):
         """A round begins."""
 
     @abstractmethod
+    def client_began(self, client: str) -> None:
+        """A client's task was packed: it trains now, or next."""
+
+    @abstractmethod
+    def client_back(self, client: str) -> None:
+        """A client's answer is there; it is merged when its turn comes."""
+
+    @abstractmethod
     def client_done(self, record: Mapping[str, Any]) -> None:
         """A client's reply was merged, or it failed."""
 
@@ -71,6 +79,12 @@ class SilentWatch(Watch):
         """Nothing."""
 
     def planned(self, plan: RoundPlan) -> None:
+        """Nothing."""
+
+    def client_began(self, client: str) -> None:
+        """Nothing."""
+
+    def client_back(self, client: str) -> None:
         """Nothing."""
 
     def client_done(self, record: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
@@ -17,6 +18,13 @@ from fedstrata.record.files import atomic_write
 _KEY = "fedstrata"
 
 
+class Site(Protocol):
+    """Whoever knows what this machine holds of the base model's updates."""
+
+    def take(self, client: str, known: int, number: int, merges: Sequence[Merge], *, keep: bool = True) -> BaseLog:
+        """See `SiteBase.take`."""
+
+
 class SiteBase:
     """The merges that clients of this machine have received; they share one copy of the base model.
 
@@ -26,7 +34,7 @@ class SiteBase:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
-        self.log = BaseLog() if path is None else _load(path)
+        self.log = BaseLog() if path is None else load_log(path)
         self._judged = self.log
 
     def take(self, client: str, known: int, number: int, merges: Sequence[Merge], *, keep: bool = True) -> BaseLog:
@@ -59,7 +67,7 @@ class SiteBase:
         elif log is not self.log:
             self.log = log
             if self.path is not None:
-                _save(self.path, log)
+                save_log(self.path, log)
         return log
 
 
@@ -73,12 +81,18 @@ def _out_of_step(client: str, expected: str, got: str) -> ClientError:
     )
 
 
-def _save(path: Path, log: BaseLog) -> None:
+def save_log(path: Path, log: BaseLog) -> None:
+    """Writes a log as one safetensors file, whole or not at all."""
     document = canonical_json({"number": log.number, "snapshot_number": log.snapshot_number}).decode()
     atomic_write(path, save(log.to_tensors(), metadata={_KEY: document}))
 
 
-def _load(path: Path) -> BaseLog:
+def load_log(path: Path) -> BaseLog:
+    """Reads it; an empty log where there is no file.
+
+    Raises:
+        RunFolderError: If it cannot be read.
+    """
     if not path.exists():
         return BaseLog()
     try:

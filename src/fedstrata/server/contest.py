@@ -13,7 +13,8 @@ from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.failure import ClientFailure
 from fedstrata.server.apply import Applied
 from fedstrata.server.evaluate import Split, evaluate_on_clients
-from fedstrata.server.setup import Engine, RoundSetup
+from fedstrata.server.orders import Engine
+from fedstrata.server.setup import RoundSetup
 
 MAIN = ""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from fedstrata.core.tensors import HEAD, Stratum
@@ -14,7 +15,8 @@ from fedstrata.plan.base import ClientPlan
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.record.failure import ClientFailure
 from fedstrata.server.downlink import Downlink
-from fedstrata.server.setup import Engine, RoundSetup
+from fedstrata.server.orders import Engine, Order
+from fedstrata.server.setup import RoundSetup
 from fedstrata.server.tasks import make_task
 
 Split = Literal["client_validation", "server_validation", "test"]
@@ -64,15 +66,15 @@ def evaluate_on_clients(
     downlink = Downlink(setup, state)
     sent: dict[str, SectionBytes] = {}
 
-    def tasks() -> Iterator[tuple[str, int, Bytes]]:
-        for client in sorted(clients):
-            data = downlink.pack(evaluation_task(setup, state, client, split)).data
-            sent[client] = frame_sections(data)
-            keep(state.server_round, client, "evaluation-down", data)
-            yield client, state.accepted.get(client, 0), data
+    def pack(client: str) -> Bytes:
+        data = downlink.pack(evaluation_task(setup, state, client, split)).data
+        sent[client] = frame_sections(data)
+        keep(state.server_round, client, "evaluation-down", data)
+        return data
 
+    orders = [Order(c, state.accepted.get(c, 0), partial(pack, c), size=setup.workers[c].num_examples) for c in clients]
     sums, failures, up = {}, [], SectionBytes()
-    for client, answer in engine.run(tasks()):
+    for client, answer in engine.run(orders):
         if isinstance(answer, ClientFailure):
             failures.append(answer)
             continue

@@ -8,7 +8,8 @@ from typing import Any
 
 from fedstrata.aggregate.base import ClientUpdate, MergeContext
 from fedstrata.aggregate.exactness import ExactnessProbe
-from fedstrata.core.wire import frame_sections
+from fedstrata.core.tensors import NamedTensors
+from fedstrata.core.wire import Bytes, frame_sections
 from fedstrata.plan.base import ClientPlan, RoundPlan
 from fedstrata.record.checkpoint import ServerState
 from fedstrata.server.apply import Applied, apply_proposal, unchanged
@@ -37,11 +38,14 @@ class Lane:
         )
         self._num_merged = 0
 
-    def send(self, plan: ClientPlan) -> Traffic:
-        """The task of one client, packed, and what the server knows about its start."""
+    def send(self, plan: ClientPlan) -> tuple[Traffic, Bytes]:
+        """What is noted about the task of one client, and its bytes."""
         sent = self._downlink.pack(make_task(self._setup, self._state, plan))
-        start = self._downlink.start(sent.task, sent.task.layouts(self._setup.layout), sent.slices)
-        return Traffic(plan, sent.task, start, sent.slices, sent.data, down=frame_sections(sent.data))
+        return Traffic(plan, sent.task, slices=sent.slices, down=frame_sections(sent.data)), sent.data
+
+    def start(self, mine: Traffic) -> NamedTensors:
+        """What the server knows about a client's start; made when its reply is read, for a round has many clients."""
+        return self._downlink.start(mine.task, mine.task.layouts(self._setup.layout), dict(mine.slices))
 
     def add(self, update: ClientUpdate) -> None:
         """Merges one reply.

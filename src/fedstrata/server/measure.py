@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedstrata.core.tensors import NamedTensors, Stratum
-from fedstrata.core.wire import Bytes, SectionBytes
-from fedstrata.device.cost import RoundTime, predict_client_seconds
+from fedstrata.core.wire import SectionBytes
+from fedstrata.device.cost import RoundTime, count_flop_per_step, predict_client_seconds
 from fedstrata.message import Reply, Task
 from fedstrata.plan.base import ClientPlan, RoundPlan
 from fedstrata.record.failure import ClientFailure, Reason
@@ -22,9 +22,8 @@ class Traffic:
 
     plan: ClientPlan
     task: Task
-    start: NamedTensors
+    start: NamedTensors = field(default_factory=dict)
     slices: Mapping[Stratum, tuple[int, ...]] = field(default_factory=dict)
-    data: Bytes = b""
     down: SectionBytes = field(default_factory=SectionBytes)
     up: SectionBytes = field(default_factory=SectionBytes)
     reply: Reply | None = None
@@ -33,6 +32,13 @@ class Traffic:
     def refuse(self, reason: Reason, detail: str) -> None:
         """Turns the reply into a failure."""
         self.reply, self.failure = None, ClientFailure(self.task.client, self.task.server_round, reason, detail)
+
+
+def local_flop(setup: RoundSetup, plan: ClientPlan) -> float:
+    """Operations of one client's training, by the sizes of its plan alone."""
+    tokens = int(setup.train["batch_size"]) * setup.max_length
+    steps = local_steps(setup.train, setup.workers[plan.client].num_examples)
+    return float(steps * count_flop_per_step(setup.shape, plan.ranks, tokens, adapter=setup.adapter))
 
 
 def predicted(setup: RoundSetup, mine: Traffic) -> RoundTime:

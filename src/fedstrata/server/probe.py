@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,8 @@ from fedstrata.record.failure import ClientFailure
 from fedstrata.server.downlink import Downlink
 from fedstrata.server.evaluate import KeepPayload, drop_payload
 from fedstrata.server.gradients import frames_log, read_gradient
-from fedstrata.server.setup import Engine, RoundSetup
+from fedstrata.server.orders import Engine, Order
+from fedstrata.server.setup import RoundSetup
 from fedstrata.server.tasks import cohort_of, make_task, plan_context
 
 CLIENT_SOURCE = "client_heldout"
@@ -81,32 +82,32 @@ def _ask_clients(
     server_round = state.server_round + 1
     blocks: dict[Stratum, int] = {s: r for s, r in setup.server_ranks.items() if s != HEAD}
 
-    def tasks() -> Iterator[tuple[str, int, Bytes]]:
-        for client in cohort:
-            task = make_task(setup, state, ClientPlan(client, {}, blocks))
-            present = rank_keys(setup.server_ranks)
-            task = replace(
-                task,
-                job=probes.kind,
-                reads=present,
-                sent=[s for s in present if s not in task.local],
-                versions={s: state.versions.get(s, 0) for s in present if s not in task.local},
-                keep_downlink=False,
-                skip_blocks=False,
-                frozen_kinds=[],
-                uplink={"id": "float32"},
-                options=dict(probes.options),
-            )
-            data = downlink.pack(task).data
-            sent[client] = frame_sections(data)
-            keep(server_round, client, "probe-down", data)
-            yield client, task.accepted_round, data
+    def pack(client: str) -> Bytes:
+        task = make_task(setup, state, ClientPlan(client, {}, blocks))
+        present = rank_keys(setup.server_ranks)
+        task = replace(
+            task,
+            job=probes.kind,
+            reads=present,
+            sent=[s for s in present if s not in task.local],
+            versions={s: state.versions.get(s, 0) for s in present if s not in task.local},
+            keep_downlink=False,
+            skip_blocks=False,
+            frozen_kinds=[],
+            uplink={"id": "float32"},
+            options=dict(probes.options),
+        )
+        data = downlink.pack(task).data
+        sent[client] = frame_sections(data)
+        keep(server_round, client, "probe-down", data)
+        return data
 
+    orders = [Order(c, state.accepted.get(c, 0), partial(pack, c), size=setup.workers[c].num_examples) for c in cohort]
     read = partial(_read, blocks=set(probes.options.get("strata", ())))
     if probes.kind == "gradient":
         read = partial(read_gradient, layout=setup.base_layout)
     answers, failures, up, seconds = {}, [], SectionBytes(), [0.0]
-    for client, reply in engine.run(tasks()):
+    for client, reply in engine.run(orders):
         if isinstance(reply, ClientFailure):
             failures.append(reply)
             continue

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from fedstrata.codec.base import Codec
 from fedstrata.core.shape import AdapterKind, ModelShape, global_layout
 from fedstrata.core.tensors import HEAD, Layout, Stratum
-from fedstrata.core.wire import Bytes
 from fedstrata.device.fleet import Client, Fleet
 from fedstrata.method.base import Method
 from fedstrata.record.checkpoint import ServerState
-from fedstrata.record.failure import ClientFailure
 
 POOLED_CLIENT = "central"
-
-
-class Engine(Protocol):
-    """How clients are executed."""
-
-    def run(self, tasks: Iterable[tuple[str, int, Bytes]]) -> Iterator[tuple[str, Bytes | ClientFailure]]:
-        """Takes `(client, accepted round, task)` in ascending client id; yields replies in the same order."""
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,9 @@ def plan_round(
     made = planner.plan(dict(state.planner), context)
     plan, planner_state = made if isinstance(made, tuple) and len(made) == 2 else (made, state.planner)
     check_round_plan(plan, context)
+    kept = check_state(planner, planner_state, "plan")
     _check_ranks(setup, plan)
-    return plan, check_state(planner, planner_state, "plan")
+    return plan, kept
 
 
 def _check_ranks(setup: RoundSetup, plan: RoundPlan) -> None:

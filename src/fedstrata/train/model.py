@@ -90,7 +90,7 @@ def load_model(
         raise ModelError("A classifier needs at least two labels", got=f"{len(label_names)}", where="label_names")
     source = resolve_source(config.source, base_dir, config.revision)
     notes: list[str] = []
-    with torch.random.fork_rng(devices=[]), _quiet_transformers():
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
         asked, own_labels = _model_config(source, tuple(label_names))
         is_image = _is_image_config(asked, source)
         auto_class = AutoModelForImageClassification if is_image else AutoModelForSequenceClassification
@@ -244,7 +244,7 @@ def _settle_padding(model: Any, tokenizer: Any | None, is_image: bool, notes: li
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Silences progress bars and load reports; what matters is said in `notes`."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

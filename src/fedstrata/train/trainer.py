@@ -20,7 +20,7 @@ from fedstrata.core.tensors import Layout, NamedTensors, lowest_block, parse_str
 from fedstrata.errors import ClientError, DataError
 from fedstrata.message import Task, TaskLayouts
 from fedstrata.objective.base import OBJECTIVES
-from fedstrata.record.site import SiteBase
+from fedstrata.record.site import Site, SiteBase
 from fedstrata.train.batches import Examples
 from fedstrata.train.config import TrainConfig
 from fedstrata.train.evaluate import evaluate
@@ -81,7 +81,7 @@ class TorchTrainer:
         self._train, self._validation, self._splits = train_indices, validation_indices, splits
         self._proxies, self._server_proxies = proxy_indices, server_proxies
         self._seed, self._threads, self._eval_batch = seed, threads, eval_batch_size
-        self.site = SiteBase()
+        self.site: Site = SiteBase()
         self._stands_at = 0
         self.reuse = PrefixReuse(adapted, examples, reuse_memory_bytes)
         if adapted.adapter.kind == "square" and adapted.frames is None:
